@@ -19,19 +19,16 @@ from gpuload.dataset.report import megabytes
 
 
 def list_cache(cache_dir: str | None = None) -> None:
-    """Prints the files whose tokens are cached, or which have a store on disk, most recently used first.
-
-    Args:
-        cache_dir: as the option of `load`.
-    """
+    """Prints the files whose tokens are cached, or which have a store on disk, most recently used first."""
     for number, directory in enumerate(_directories(cache_dir)):
-        if number == 0 or directory.exists():
-            print(end="\n" * number)
-            _list(directory)
+        print(end="\n" * (number > 0))
+        _list(directory)
 
 
 def _directories(cache_dir: str | None) -> list[Path]:
-    return [each(cache_dir) for each in (tokens_directory, store_directory, media_directory)]
+    """That of tokens, and the others that exist."""
+    others = (store_directory(cache_dir), media_directory(cache_dir))
+    return [tokens_directory(cache_dir), *(each for each in others if each.exists())]
 
 
 def _list(directory: Path) -> None:
@@ -49,13 +46,8 @@ def _list(directory: Path) -> None:
 
 
 def clear_cache(cache_dir: str | None = None) -> None:
-    """Removes all cached tokens and stores.
-
-    Args:
-        cache_dir: as the option of `load`.
-    """
-    for number, directory in enumerate(_directories(cache_dir)):
-        if number == 0 or directory.exists():
-            entries, nbytes = clear(directory)
-            print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")
+    """Removes all cached tokens and stores."""
+    for directory in _directories(cache_dir):
+        entries, nbytes = clear(directory)
+        print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")
     shutil.rmtree(digests_directory(cache_dir), ignore_errors=True)

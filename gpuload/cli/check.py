@@ -31,12 +31,8 @@ def check_files(
     html: str | None = None,
     **options: Any,
 ) -> int:
-    """Prints what was found.
-
-    Args:
-        as_json: a list of findings instead of text.
-        html: also write a page to this file.
-        trainer, limit, **options: as for `gpuload.check`.
+    """Prints what was found, `as_json` as a list of findings, and may also write a page. Other options are those of
+    `gpuload.check`.
 
     Returns:
         The exit status: 1 if there are errors.
@@ -58,11 +54,7 @@ def check_files(
 def findings_as_text(
     found: Checked, trainer: CheckedTrainer | None, limit: int | None, width: int, color: bool = False
 ) -> str:
-    """What is printed.
-
-    Args:
-        width: of the terminal; only lines to paste may be longer.
-    """
+    """What is printed. Only lines to paste may be longer than `width`."""
 
     def colored(text: str, level: str) -> str:
         return f"\033[{_COLORS[level]}m{text}\033[0m" if color else text

@@ -1,13 +1,74 @@
-"""The arguments of `gpuload check` and `gpuload diff`."""
+"""The arguments that several commands have, and those of `gpuload check` and `gpuload diff`."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from gpuload.kinds.served.options import OF_SERVED
 
-RowsOf = Callable[[argparse.Namespace], dict[str, Any]]
+TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", help="paths, globs, directories or URLs of parquet, json or jsonl files")
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds what is said of the data, see `data_of`."""
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=["prompts", "chats", "pairs"],
+        help="what the files hold: prompts, chats for SFT, or preference data (default: found by the columns)",
+    )
+    parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column with the prompts (prompt)")
+    parser.add_argument(
+        "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
+    )
+    parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
+    parser.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
+    parser.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
+    parser.add_argument(
+        "--normalize-messages",
+        metavar="MODE",
+        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
+        "most templates take",
+    )
+    parser.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+
+
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    add_files(parser)
+    parser.add_argument("--tokenizer", required=True, help="path or hub id")
+    add_data(parser)
+    add_training(parser)
+
+
+def data_of(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of the data, as for `open_data`."""
+    names = ("kind", "prompt_key", "messages_key")
+    return {name: getattr(given, name) for name in names} | {"chat_template": template_of(given)}
+
+
+def rows_of(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of data to train on, as for `open_data`."""
+    from gpuload.cli.prepare import template_kwargs
+
+    more = {"apply_chat_template_kwargs": template_kwargs(given.template_kwargs)}
+    return {name: getattr(given, name) for name in TRAINING} | data_of(given) | more
+
+
+def template_of(given: argparse.Namespace) -> str | None:
+    """The option `chat_template`."""
+    if given.no_template and given.chat_template:
+        given.parser.error("--no-template and --chat-template exclude each other")
+    return None if given.no_template else given.chat_template or "default"
 
 
 def add_served(parser: Any) -> None:
@@ -28,14 +89,8 @@ def served_of(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], None], rows_of: RowsOf) -> None:
-    """Adds both commands.
-
-    Args:
-        commands: of the parser.
-        add_rows: adds the arguments that name files, a tokenizer and what is in the files.
-        rows_of: parsed arguments → what they say of the files, as for `open_data`.
-    """
+def add_commands(commands: Any) -> None:
+    """Adds both commands to those of the parser."""
     check = commands.add_parser("check", help="look for what would spoil a training run; exit status 1 on errors")
     add_rows(check)
     add_served(check)
@@ -54,7 +109,7 @@ def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], No
     )
     check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
     check.add_argument("--html", metavar="FILE", help="also write an HTML page")
-    check.set_defaults(run=partial(_check, rows_of), parser=check)
+    check.set_defaults(run=_check, parser=check)
 
     diff = commands.add_parser(
         "diff", help="compare what two tokenizers or templates make of the same rows; exit status 1 if rows change"
@@ -69,10 +124,10 @@ def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], No
     )
     diff.add_argument("--rows", type=int, default=5, metavar="N", help="changed rows that are shown (5)")
     diff.add_argument("--json", dest="as_json", action="store_true", help="print counts and numbers of rows as JSON")
-    diff.set_defaults(run=partial(_diff, rows_of), parser=diff)
+    diff.set_defaults(run=_diff, parser=diff)
 
 
-def _check(rows_of: RowsOf, given: argparse.Namespace) -> int:
+def _check(given: argparse.Namespace) -> int:
     from gpuload.cli.check import check_files
 
     if not given.files:
@@ -87,7 +142,7 @@ def _check(rows_of: RowsOf, given: argparse.Namespace) -> int:
     )
 
 
-def _diff(rows_of: RowsOf, given: argparse.Namespace) -> int:
+def _diff(given: argparse.Namespace) -> int:
     from gpuload.cli.diff import diff_files
     from gpuload.cli.prepare import template_kwargs
 

@@ -10,9 +10,9 @@ from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.errors import GpuloadError, OptionError
 from gpuload.core.words import counted
+from gpuload.dataset.notebook import boxes
 from gpuload.inspect.data import open_data
 from gpuload.inspect.diff import ChangedRow, Difference, DiffPiece, difference
-from gpuload.inspect.tokens import visible_text
 
 _MARKS = {"same": " ", "removed": "-", "added": "+"}
 _COLORS = {"removed": 31, "added": 32}
@@ -29,13 +29,8 @@ def diff_files(
     most: int = 5,
     as_json: bool = False,
 ) -> int:
-    """Prints how the tokens of rows change.
-
-    Args:
-        against: the other tokenizer.
-        options, against_options: of each, as for `open_data`.
-        most: how many changed rows are shown.
-        as_json: counts and numbers of rows as JSON instead.
+    """Prints how the tokens of rows change, or `as_json` counts and numbers of rows. The options of both sides are
+    those of `open_data`; `most` changed rows are shown.
 
     Returns:
         The exit status: 1 if a row changes.
@@ -57,11 +52,7 @@ def diff_files(
 
 
 def difference_as_text(found: Difference, width: int, color: bool = False) -> str:
-    """What is printed: counts, then the first changed rows.
-
-    Args:
-        width: of the terminal.
-    """
+    """What is printed in so many columns: counts, then the first changed rows."""
     ours, theirs = found.tokens
     share = f" ({(theirs - ours) / ours:+.1%})" if ours and ours != theirs else ""
     lines = [
@@ -98,16 +89,7 @@ def _of_row(row: ChangedRow, width: int, color: bool) -> list[str]:
 
 def _of_piece(piece: DiffPiece, width: int, color: bool) -> list[str]:
     lines = [f"  … {counted(piece.omitted, 'equal tokens')} …"] * bool(piece.omitted)
-    start = f"{_MARKS[piece.side]} {'loss ' if piece.loss else ''}"
-    line = start
-    made = []
-    for token in piece.tokens:
-        text = f"[{visible_text(token)}]"
-        if len(line) + len(text) > width and line != start:
-            made.append(line)
-            line = start
-        line += text
-    made += [line] * bool(piece.tokens)
+    made = boxes(piece.tokens, f"{_MARKS[piece.side]} {'loss ' if piece.loss else ''}", width)
     if color and piece.side in _COLORS:
         made = [f"\033[{_COLORS[piece.side]}m{each}\033[0m" for each in made]
     return lines + made

@@ -14,17 +14,14 @@ _PACKAGES = (
     "torch transformers tokenizers gigatoken pyarrow awkward msgspec numpy fsspec datasets cudf cupy pylibcudf rmm verl"
 ).split()
 # Packages whose distributions are named after the CUDA version they are built for.
-_DISTRIBUTIONS = {"cudf": ("cudf-cu13", "cudf-cu12"), "pylibcudf": ("pylibcudf-cu13", "pylibcudf-cu12")}
-_DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")
+_DISTRIBUTIONS = {name: (f"{name}-cu13", f"{name}-cu12") for name in ("cudf", "pylibcudf", "rmm")}
 _DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
 
 
 def diagnose(require: str | None = None, quick: bool = False) -> int:
     """Prints what this machine has, and tests its engines; the GPU's initializes CUDA and compiles kernels.
 
-    Args:
-        require: an engine that must work, "cpu" or "cuda"; the other one is not tested.
-        quick: test none of them. Then neither torch nor transformers is imported.
+    Only a required engine, "cpu" or "cuda", is tested; `quick` tests none, and imports neither torch nor transformers.
 
     Returns:
         0, or 1 if the required engine does not work.

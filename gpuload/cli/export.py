@@ -31,15 +31,9 @@ def export_files(
     overwrite: bool = False,
     **options: Any,
 ) -> None:
-    """Tokenizes files, prints a report for each split, and writes the rows.
-
-    Args:
-        kind: one of `KINDS`.
-        directory: where to write.
-        splits: name → files.
-        trainer: one of those of the kind.
-        columns, overwrite: of `save_to_disk`.
-        **options: of the load.
+    """Tokenizes the files of each split, prints a report for it, and writes the rows. `kind` is one of `KINDS`,
+    `trainer` one of its own; `columns` and `overwrite` are those of `save_to_disk`, and the other options those of the
+    load.
 
     Raises:
         GpuloadError: the files cannot be loaded, or the directory cannot be written.

@@ -31,10 +31,8 @@ def inspect_files(
     """Prints rows, columns and types, lengths, and how many rows each limit keeps; of chats also tokens per role and
     with loss, and how they fill packs.
 
-    Args:
-        html: also write a page with plots and some rows to this file.
-        limit: also list the rows that it would drop.
-        **options: as for `open_data`.
+    With `html`, also writes a page with plots and some rows to that file; with a limit, lists the rows that it would
+    drop. Other options are those of `open_data`.
 
     Raises:
         OptionError: the page cannot be written there.
@@ -57,15 +55,8 @@ def inspect_files(
 def inspect_images(
     files: Sequence[str], processor: Any, key: str, limit: int | None, max_samples: int = -1, **options: Any
 ) -> None:
-    """Prints tokens of images and text, and how many rows each limit keeps with smaller images.
-
-    Args:
-        processor: path or hub id of a processor, or itself.
-        key: the column with images.
-        limit: a further limit.
-        max_samples: only so many rows.
-        **options: of the data, as for `open_data`.
-    """
+    """Prints tokens of images, which are in column `key`, and of text, and how many rows each limit keeps with smaller
+    images, also a limit of the caller. Options are those of `open_data`."""
     from gpuload.inspect.images import images_text, load_with_images  # only for processors
 
     found = load_with_images(files, processor, key, options.pop("kind", None), max_samples=max_samples, **options)
@@ -91,12 +82,8 @@ def write_page(html: str, page: str) -> None:
 def inspect_template(
     files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt", chat_template: str = "default"
 ) -> None:
-    """Prints the compiled chat template: what a prompt consists of, for each shape of conversation.
-
-    Args:
-        files: whose conversations to use; if empty, common shapes are tried.
-        chat_template: as for `load`.
-    """
+    """Prints the compiled chat template: what a prompt consists of, for each shape of conversation in the files;
+    without files, for common shapes."""
     reference = Reference(tokenizer, chat_template=chat_template)
     program = ChatProgram(reference.call)
     if not files:

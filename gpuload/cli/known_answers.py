@@ -197,10 +197,7 @@ def _check_shapes(kernels: Kernels) -> None:
 
 
 def _check_encoder(backend: Tokenizer, falls_back: int, kernels: Kernels) -> None:
-    """
-    Args:
-        falls_back: of the texts, those with a pre-token that is too long, or that kernels do not normalize.
-    """
+    """`falls_back` of the texts have a pre-token that is too long, or that kernels do not normalize."""
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
     tokenizer: CompiledTokenizer = compile_spec(spec)

@@ -27,14 +27,8 @@ _SIZE = 1 << 20  # bytes, or items, of the data that steps copy
 
 
 def run(number: int | None, step: str | None, directory: Path | None, kernel: str | None, replayed: Path | None) -> int:
-    """`gpuload doctor` with `--gpu` or `--replay`: the ladder, or what another option asks for.
-
-    Args:
-        number: `--gpu`. step: `--gpu-step`. directory: `--dump`. kernel: `--kernel`. replayed: `--replay`.
-
-    Returns:
-        0, or 1 if something is wrong.
-    """
+    """`gpuload doctor` with `--gpu` or `--replay`: the ladder, or what another option asks for. Returns 0, or 1 if
+    something is wrong."""
     if replayed:
         return replay(replayed)
     assert number is not None
@@ -46,11 +40,8 @@ def run(number: int | None, step: str | None, directory: Path | None, kernel: st
 
 
 def climb(number: int) -> int:
-    """Runs all steps on a GPU, up to the first that fails, and prints what each found.
-
-    Returns:
-        0, or 1 if a step failed.
-    """
+    """Runs all steps on a GPU, up to the first that fails, and prints what each found. Returns 0, or 1 if a step
+    failed."""
     for name, (_, limit) in STEPS.items():
         started = time.perf_counter()
         with verdict.alone() if name == "kernels" else nullcontext():
@@ -68,16 +59,8 @@ def climb(number: int) -> int:
 
 
 def dump(number: int, directory: Path, kernel: str | None) -> int:
-    """Saves the launches of the first known answer that is wrong on a GPU, and repeats them on the host.
-
-    Args:
-        number: of the GPU.
-        directory: a new one.
-        kernel: whose launches; None for all.
-
-    Returns:
-        0, or 1 if something is wrong.
-    """
+    """Saves the launches of the first known answer that is wrong on a GPU in a new directory, and repeats them on the
+    host; only those of a kernel, if one is named. Returns 0, or 1 if something is wrong."""
     launches.check(directory, kernel)
     more = ["--dump", str(directory), *(["--kernel", kernel] if kernel else [])]
     done = verdict.run_step("dump", number, 2 * verdict.LIMIT, *more)
@@ -100,11 +83,8 @@ def replay(directory: Path) -> int:
 
 
 def dump_here(number: int, directory: Path, kernel: str | None) -> None:
-    """`dump`, in this process. Without a memory pool: each array is an allocation by itself.
-
-    Raises:
-        MismatchError: an answer is wrong.
-    """
+    """`dump`, in this process. Without a memory pool: each array is an allocation by itself. A wrong answer is an
+    error."""
     from gpuload.engines.device.kernels import DeviceKernels
 
     kernels = DeviceKernels(number)

@@ -76,12 +76,8 @@ def of_cupy(kernels: DeviceKernels) -> Allocations:
 def save_wrong(
     kernels: Kernels, allocations: Allocations, directory: Path, kernel: str | None, about: dict[str, Any]
 ) -> str | None:
-    """Runs known answers up to the first case that is wrong, and saves that case's launches.
-
-    Args:
-        directory: a new one, or an empty one.
-        kernel: whose launches; None for all.
-        about: GPU and versions, which are saved too.
+    """Runs known answers up to the first case that is wrong, and saves that case's launches, of one kernel or of all,
+    in a new directory or an empty one, with what is known `about` GPU and versions.
 
     Returns:
         What is wrong, or None if no case is: then nothing is saved.
@@ -198,11 +194,8 @@ def _write(file: Path, memory: _Memory, about: dict[str, Any]) -> None:
 
 
 def replay(directory: Path, say: Callable[[str], None]) -> bool:
-    """Repeats saved launches on the host, up to the first that wrote something else on the GPU.
-
-    Args:
-        directory: that `save_wrong` has written to.
-        say: gets a line for each thing found.
+    """Repeats launches that `save_wrong` has saved on the host, up to the first that wrote something else on the GPU.
+    `say` gets a line for each thing found.
 
     Returns:
         Whether all launches wrote the same on the GPU.

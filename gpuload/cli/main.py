@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuload._version import __version__
-from gpuload.cli.checking import add_commands, add_served, served_of
+from gpuload.cli.checking import (
+    TRAINING,
+    add_commands,
+    add_data,
+    add_files,
+    add_served,
+    add_training,
+    data_of,
+    served_of,
+    template_of,
+)
 from gpuload.cli.doctoring import add_doctor
 from gpuload.cli.output import arguments_of, as_arguments, printable
 from gpuload.core.errors import GpuloadError
@@ -43,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> str:
     """One line instead of the place in the code."""
     return printable(f"gpuload: {category.__name__}: {message}") + "\n"
 
@@ -57,9 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = commands.add_parser("inspect", help="show rows, columns, and lengths in tokens")
-    _add_files(inspect)
+    add_files(inspect)
     inspect.add_argument("--tokenizer", required=True, help="path or hub id")
-    _add_data(inspect)
+    add_data(inspect)
     add_served(inspect)
     inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
@@ -79,16 +87,16 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("file", help="path, glob or URL of a parquet, json or jsonl file")
     show.add_argument("--row", type=int, required=True, metavar="N", help="number of the row; -1 is the last one")
     show.add_argument("--tokenizer", help="path or hub id; without it, the columns of the row are shown")
-    _add_data(show)
+    add_data(show)
     show.set_defaults(run=_show, parser=show)
 
-    add_commands(commands, _add_rows, _rows)
+    add_commands(commands)
 
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
-    _add_files(prepare)
+    add_files(prepare)
     prepare.add_argument("--tokenizer", help="path or hub id")
-    _add_data(prepare)
-    _add_training(prepare)
+    add_data(prepare)
+    add_training(prepare)
     prepare.add_argument(
         "--verify",
         default="sample",
@@ -127,54 +135,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", help="paths, globs, directories or URLs of parquet, json or jsonl files")
-
-
 def _add_cache_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dir",
         metavar="DIR",
         help="default: $GPULOAD_CACHE, else $XDG_CACHE_HOME/gpuload, else ~/.cache/gpuload",
     )
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    """Adds what is said of the data, see `_data`."""
-    parser.add_argument(
-        "--as",
-        dest="kind",
-        choices=["prompts", "chats", "pairs"],
-        help="what the files hold: prompts, chats for SFT, or preference data (default: found by the columns)",
-    )
-    parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column with the prompts (prompt)")
-    parser.add_argument(
-        "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
-    )
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
-    )
-    parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
-    parser.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
-    parser.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
-    parser.add_argument(
-        "--normalize-messages",
-        metavar="MODE",
-        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
-        "most templates take",
-    )
-    parser.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
-
-
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    _add_files(parser)
-    parser.add_argument("--tokenizer", required=True, help="path or hub id")
-    _add_data(parser)
-    _add_training(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +174,6 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 _EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "columns", "overwrite")
-_TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
 
 
 # Commands are imported when they run: `gpuload --help` does not wait for torch.
@@ -229,9 +194,9 @@ def _inspect(given: argparse.Namespace) -> int:
 
         if served_of(given):
             given.parser.error("--images looks at prompts: without the options for rows as served")
-        inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **_data(given))
+        inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **data_of(given))
         return 0
-    more = {"max_samples": given.max_samples, **_data(given), **served_of(given)}
+    more = {"max_samples": given.max_samples, **data_of(given), **served_of(given)}
     inspect_files(given.files, given.tokenizer, html=given.html, limit=given.limit, **more)
     return 0
 
@@ -239,29 +204,8 @@ def _inspect(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     from gpuload.cli.show import show_row
 
-    show_row(given.file, given.row, given.tokenizer, **_data(given))
+    show_row(given.file, given.row, given.tokenizer, **data_of(given))
     return 0
-
-
-def _data(given: argparse.Namespace) -> dict[str, Any]:
-    """What is said of the data, as for `open_data`."""
-    names = ("kind", "prompt_key", "messages_key")
-    return {name: getattr(given, name) for name in names} | {"chat_template": _template(given)}
-
-
-def _rows(given: argparse.Namespace) -> dict[str, Any]:
-    """What is said of data to train on, as for `open_data`."""
-    from gpuload.cli.prepare import template_kwargs
-
-    more = {"apply_chat_template_kwargs": template_kwargs(given.template_kwargs)}
-    return {name: getattr(given, name) for name in _TRAINING} | _data(given) | more
-
-
-def _template(given: argparse.Namespace) -> str | None:
-    """The option `chat_template`."""
-    if given.no_template and given.chat_template:
-        given.parser.error("--no-template and --chat-template exclude each other")
-    return None if given.no_template else given.chat_template or "default"
 
 
 def _prepare(given: argparse.Namespace) -> int:
@@ -281,16 +225,16 @@ def _prepare(given: argparse.Namespace) -> int:
         given.parser.error("files and --tokenizer are required")
     options = {
         "prompt_key": given.prompt_key,
-        "chat_template": _template(given),
+        "chat_template": template_of(given),
         "apply_chat_template_kwargs": template_kwargs(given.template_kwargs),
         "verify": given.verify,
     }
     if given.ray is None:
-        options |= {name: getattr(given, name) for name in _TRAINING}
+        options |= {name: getattr(given, name) for name in TRAINING}
         options |= {"kind": given.kind, "store": given.store or "auto", "return_raw_chat": given.return_raw_chat}
         prepare_files(given.files, given.tokenizer, cache_dir=given.cache_dir, **options)
         return 0
-    if given.kind not in (None, "prompts") or any(getattr(given, name) for name in _TRAINING):
+    if given.kind not in (None, "prompts") or any(getattr(given, name) for name in TRAINING):
         given.parser.error("--ray is for prompts: read_chats and read_pairs make rows to train on")
     if given.store or given.return_raw_chat:
         given.parser.error("--store and --return-raw-chat are not for --ray, which stores token ids")
@@ -316,7 +260,7 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
         given.parser.error(f"--columns is for --for trl: {trainer} reads no other columns")
     if given.kind is not None:
         given.parser.error("--as is not for --export, whose KIND says what the files hold")
-    more |= {name: value for name in (*_TRAINING, "chat_template") if (value := getattr(given, name))}
+    more |= {name: value for name in (*TRAINING, "chat_template") if (value := getattr(given, name))}
     if kind in ("rm", "dpo") and {"loss_on", "messages_key", *OF_SERVED} & more.keys():
         given.parser.error("--loss-on, --messages-key and --turns are for sft and packed")
     splits = {"train": given.files} if given.files else {}

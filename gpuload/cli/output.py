@@ -26,16 +26,12 @@ def printable(text: str) -> str:
 
 def arguments_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Option of Python → the argument of a command that sets it."""
-    found = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
-    return {name: flag for name, flag in found.items() if name not in ("help", "version")}
+    actions = [each for each in parser._actions if each.option_strings and each.dest not in ("help", "version")]
+    return {action.dest: action.option_strings[-1] for action in actions}
 
 
 def as_arguments(message: str, arguments: Mapping[str, str]) -> str:
-    """A message that names the arguments of a command where it names options of Python.
-
-    Args:
-        arguments: option → argument.
-    """
+    """A message that names the arguments of a command where it names options of Python: `arguments` has both."""
 
     def replaced(found: re.Match[str]) -> str:
         name, quoted, bare = found.groups()

@@ -12,14 +12,7 @@ from gpuload.sources.urls import is_url, without_secrets
 
 
 def template_kwargs(text: str, argument: str = "--template-kwargs") -> Any:
-    """`apply_chat_template_kwargs` as JSON.
-
-    Args:
-        argument: the argument that it is given as.
-
-    Raises:
-        OptionError: it is no JSON object.
-    """
+    """`apply_chat_template_kwargs` as JSON, given as an argument. An `OptionError` if it is no JSON object."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -30,12 +23,8 @@ def template_kwargs(text: str, argument: str = "--template-kwargs") -> Any:
 
 
 def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
-    """Tokenizes files, unless their tokens are cached already, and prints the report.
-
-    Files hold prompts, chats or pairs, which `load`, `load_chats` and `load_pairs` (for DPO) find in the cache.
-
-    Args:
-        **options: as for `open_data`.
+    """Tokenizes files of prompts, chats or pairs, unless their tokens are cached already, and prints the report.
+    `load`, `load_chats` and `load_pairs` (for DPO) find the tokens. Options are those of `open_data`.
 
     Raises:
         OptionError: the cache directory is a URL.
@@ -55,12 +44,8 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
 
 
 def prepare_with_ray(files: Sequence[str], tokenizer: Any, store: str, address: str | None, **options: Any) -> None:
-    """Fills a store from a Ray cluster, and prints what was done.
-
-    Args:
-        store: a directory or a URL.
-        address: of the cluster, see `integrations.ray.prepare`.
-        **options: of `load`.
+    """Fills a store, a directory or a URL, from a Ray cluster, and prints what was done. See
+    `integrations.ray.prepare`.
 
     Raises:
         GpuloadError: some files are not in the store; the message says why.

@@ -33,19 +33,13 @@ _BATCH = 256
 
 @dataclass
 class Outcome:
-    """The result of testing one engine.
+    """The result of testing one engine."""
 
-    Attributes:
-        description: what renders and what encodes.
-        notes: why a faster way is not used.
-        seconds: of each stage that worked, in order, including work that is done only once (compiling kernels).
-        failure: the stage that failed, and how; None if all stages worked and returned the right results.
-    """
-
-    description: str = ""
-    notes: tuple[str, ...] = ()
+    description: str = ""  # what renders and what encodes
+    notes: tuple[str, ...] = ()  # why a faster way is not used
+    # Of each stage that worked, in order, including work that is done only once (compiling kernels).
     seconds: dict[str, float] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None
+    failure: tuple[str, str] | None = None  # the stage that failed, and how; None if all results are right
 
 
 def check_engine(build: Callable[[Reference], Engine]) -> Outcome:

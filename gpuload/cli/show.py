@@ -26,13 +26,8 @@ _MOST_VALUE = 2000  # characters of a column's value
 
 
 def show_row(file: str, row: int, tokenizer: Any = None, **options: Any) -> None:
-    """Prints a row: its tokens, or its columns if there is no tokenizer.
-
-    Args:
-        file: a path, glob or URL.
-        row: its number; a negative number counts from the end.
-        tokenizer, **options: as for `open_data`.
-    """
+    """Prints a row: its tokens, or its columns if there is no tokenizer. A negative number counts from the end. Options
+    are those of `open_data`."""
     if tokenizer is None:
         source, number = find_row([source for source in open_all(file, Options()) if source.num_rows], row)
         print(printable(f"{source.name} row {number}"))
@@ -49,11 +44,7 @@ def show_row(file: str, row: int, tokenizer: Any = None, **options: Any) -> None
 
 
 def _sequences(job: Job[Any], column: pa.Array, marked: list[int]) -> list[TokenSequence]:
-    """The tokens of one row.
-
-    Args:
-        column, marked: from `encode_row`.
-    """
+    """The tokens of one row, of which `encode_row` has made both arguments."""
     reader = TokenReader(job.reference)
     if job.kind.name == "pairs":
         return pair_of(reader, marked, most=None)

@@ -24,16 +24,11 @@ def row_reader(
     others: Columns,
     names: Sequence[str] | None,
 ) -> pa.RecordBatchReader:
-    """A stream of n rows.
+    """A stream of n rows, as many in a batch as their `tokens` (n,) allow. `make` returns the values of the columns
+    `fields` for (m,) row numbers; `names` chooses from the `others`, None: all whose names no field has.
 
     All columns of a batch have the same rows, so columns of equally long lists also have equal offsets, as TRL's
     packing requires.
-
-    Args:
-        tokens: (n,) tokens of each row, which decide how many rows a batch has.
-        fields, make: the columns of tokens, and (m,) row numbers → their values.
-        others: (n,) the other columns.
-        names: which of them; None for all whose names no field has.
 
     Raises:
         OptionError: a name is not that of another column.

@@ -33,13 +33,11 @@ _FILES: Mapping[str, tuple[str, np.dtype[Any], int]] = {
 
 
 def write_rows(reader: pa.RecordBatchReader, prefix: Path, progress: Callable[[int], object]) -> RowNumbers:
-    """Writes rows as `PREFIX.bin`, `PREFIX.idx`, `PREFIX-loss-mask.bin` and `PREFIX-loss-mask.idx`.
+    """Writes rows as `PREFIX.bin`, `PREFIX.idx`, `PREFIX-loss-mask.bin` and `PREFIX-loss-mask.idx`, and returns how
+    many tokens each has, (n,) int64.
 
     The columns `input_ids` and `loss_mask` are equally long lists. `progress` is told how many rows have been written
     since the last call.
-
-    Returns:
-        (n,) int64, tokens of each row.
 
     Raises:
         DataError: there is no token: Megatron-core cannot open empty files.
@@ -64,11 +62,7 @@ def write_rows(reader: pa.RecordBatchReader, prefix: Path, progress: Callable[[i
 
 def write_packs(prefix: Path, lengths: RowNumbers, plan: Plan) -> None:
     """Writes packs of rows that `write_rows` has written, of `lengths` (n,) tokens, as an index: `PREFIX-packs.idx` and
-    `PREFIX-packs-loss-mask.idx`. The values remain where they are: each `.bin` is a symbolic link.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
+    `PREFIX-packs-loss-mask.idx`. The values remain where they are: each `.bin` is a symbolic link."""
     packs = _sibling(prefix, "-packs")
     for more, *_ in _FILES.values():
         _sibling(packs, f"{more}.bin").symlink_to(f"{prefix.name}{more}.bin")

@@ -341,11 +341,8 @@ class PackLoader(Loader):
 
 
 def _checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Settings and fingerprint of a state.
-
-    Raises:
-        ResumeError: it is not the result of `state_dict`, or that of another version of gpuload.
-    """
+    """Settings and fingerprint of a state. A `ResumeError` if it is not the result of `state_dict`, or that of another
+    version of gpuload."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"expected the dict that state_dict() returned, not {state!r:.80}: check the checkpoint")
     version = state.get("version")
@@ -364,11 +361,8 @@ def _checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _position_of(state: Mapping[str, Any], total: int, unit: str) -> int:
-    """How many rows or packs (`unit`) of an epoch have been yielded, of `total`. Version 1 counted batches.
-
-    Raises:
-        ResumeError: it is not in the epoch.
-    """
+    """How many rows or packs (`unit`) of an epoch have been yielded, of `total`. Version 1 counted batches. A
+    `ResumeError` if that is not in the epoch."""
     progress = _PROGRESS[state["version"]]
     step = 1 if progress == "position" else math.prod(state["settings"][name] for name in _DIVISION)
     count: Any = state.get(progress)

@@ -1,6 +1,8 @@
 """Datasets, batches and reports as notebooks show them: small tables, in which everything from the data is escaped."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -55,17 +57,22 @@ def batch_html(batch: Mapping[str, Any], caption: str) -> str:
 
 def token_lines(pieces: Sequence[bytes], loss: "np.ndarray[Any, Any] | None") -> Iterator[str]:
     """Tokens in brackets, in lines of a terminal; where some have loss, tokens with and without it are apart."""
-    line, before = "", None
-    for at, piece in enumerate(pieces):
-        box, learned = f"[{visible_text(piece)}]", None if loss is None else bool(loss[at])
-        if line and (learned != before or len(line) + len(box) > _WIDTH):
-            yield line
-            line = ""
-        if learned is not None and learned != before:
-            yield "loss" if learned else "no loss"
-        line, before = (line or "  ") + box, learned
-    if line:
-        yield line
+    learned = [None] * len(pieces) if loss is None else loss.tolist()
+    for has_loss, run in groupby(zip(learned, pieces, strict=True), itemgetter(0)):
+        if has_loss is not None:
+            yield "loss" if has_loss else "no loss"
+        yield from boxes((piece for _, piece in run), "  ", _WIDTH)
+
+
+def boxes(pieces: Iterable[bytes], start: str, width: int) -> list[str]:
+    """Tokens in brackets, in lines that begin with `start` and, if one token fits, are not longer than `width`."""
+    lines: list[str] = []
+    for piece in pieces:
+        box = f"[{visible_text(piece)}]"
+        if not lines or len(lines[-1]) + len(box) > width:
+            lines.append(start)
+        lines[-1] += box
+    return lines
 
 
 def _cell(value: Any) -> str:

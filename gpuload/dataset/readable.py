@@ -27,16 +27,13 @@ class Readable(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def origin(self, row: int) -> tuple[str, int]:
-        """Return where a row comes from."""
+    def origin(self, row: int) -> tuple[str, int]: ...
 
     @abstractmethod
-    def take(self, names: Any, rows: Any = None) -> dict[str, list[Any]]:
-        """Return pass-through columns as Python objects."""
+    def take(self, names: Any, rows: Any = None) -> dict[str, list[Any]]: ...
 
     @abstractmethod
-    def to_arrow(self) -> pa.RecordBatchReader:
-        """All rows as Arrow record batches."""
+    def to_arrow(self) -> pa.RecordBatchReader: ...
 
     @property
     @abstractmethod

@@ -32,11 +32,8 @@ _TYPES |= {"loss_weight": pa.float32()}
 
 
 def columns_of(trainer: Trainer, weighted: bool) -> Sequence[str]:
-    """The columns of rows for SFT, the loss of whose tokens may be `weighted`.
-
-    Raises:
-        OptionError: the trainer does not read weights.
-    """
+    """The columns of rows for SFT, the loss of whose tokens may be `weighted`: an `OptionError` if the trainer does not
+    read weights."""
     if weighted and trainer != "trl":
         raise OptionError(
             f"trainer={trainer!r}: the messages have weights other than 0 and 1, which {trainer} cannot use with "
@@ -80,11 +77,8 @@ def _loss_mask(loss: np.ndarray, offsets: RowNumbers) -> np.ndarray:
 
 
 def check_columns(trainer: Trainer, known: Sequence[str], columns: Sequence[str] | None) -> None:
-    """Checks for whom rows are made: for one of the `known` trainers, with further `columns` or without.
-
-    Raises:
-        OptionError: the trainer is unknown, or reads no other columns.
-    """
+    """Checks for whom rows are made: for one of the `known` trainers, with further `columns` or without. An
+    `OptionError` if the trainer is unknown, or reads no other columns."""
     if trainer not in known:
         raise OptionError(f"trainer={trainer!r}{nearest(str(trainer), set(known))}")
     if trainer != "trl" and columns:

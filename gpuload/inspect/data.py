@@ -1,8 +1,10 @@
 """Files to inspect: what they hold, and how it is loaded without dropping long rows."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -39,17 +41,11 @@ def open_data(
     trains: bool = False,
     **options: Any,
 ) -> Job[Any]:
-    """Opens files and a tokenizer, for a load without a limit.
+    """Opens files and a tokenizer for a load without a limit, with the options of `load`, `load_chats` and
+    `load_pairs`.
 
-    Args:
-        files, tokenizer: as for `load`.
-        kind: what the files hold; None: found by their columns.
-        prompt_key: the column with prompts.
-        messages_key, format, loss_on: of chats, as for `load_chats`.
-        drop_nulls, normalize_messages: of chats and pairs, as for `load_chats`.
-        turns: of chats, as for `load_chats`.
-        trains: raise an error for data on which nobody trains without a decision, as `load_chats` does.
-        **options: of a load; with `turns="served"`, also those of `load_chats` for rows as served.
+    `kind` is what the files hold; None: found by their columns. `trains` raises an error for data on which nobody
+    trains without a decision, as `load_chats` does.
 
     Raises:
         GpuloadError: as `load` and `load_chats`; or the files hold different things.
@@ -129,23 +125,16 @@ def _kind_of_all(sources: Sequence[Source], prompt_key: str, messages_key: str |
 
 
 def find_row(sources: Sequence[Source], row: int) -> tuple[Source, int]:
-    """The source with a row, and its number there.
-
-    Args:
-        row: its number over all sources; a negative number counts from the end.
+    """The source with a row, and its number there. `row` counts over all sources; a negative one from the end.
 
     Raises:
         OptionError: there is no such row.
     """
-    total = sum(source.num_rows for source in sources)
+    *starts, total = accumulate((source.num_rows for source in sources), initial=0)
     if not -total <= row < total:
         raise OptionError(f"--row {row}: there are {total:,} rows, so pass a number from {-total} to {total - 1}")
-    at = row % total
-    for source in sources:
-        if at < source.num_rows:
-            return source, at
-        at -= source.num_rows
-    raise AssertionError("unreachable: the row is in one of the sources")
+    number = bisect_right(starts, row % total) - 1
+    return sources[number], row % total - starts[number]
 
 
 def one_row(tables: Iterator[pa.Table], row: int) -> pa.Table:
@@ -158,11 +147,8 @@ def one_row(tables: Iterator[pa.Table], row: int) -> pa.Table:
 
 
 def encode_row(job: Job[Any], source: Source, row: int) -> tuple[pa.Array, list[int], str | None]:
-    """Renders and encodes one row, and compares it with the tokenizer, whose ids count where they differ.
-
-    Args:
-        source: one of `job.sources`.
-        row: the row's number in it.
+    """Renders and encodes one row, of one of `job.sources`, and compares it with the tokenizer, whose ids count where
+    they differ.
 
     Returns:
         The row as a column of length 1; its ids with their bits (`gpuload.core.marks`), none if nothing can be made of

@@ -51,25 +51,15 @@ class ChangedRow:
 
 @dataclass(eq=False)
 class Difference:
-    """What two tokenizers or templates make of the same rows.
+    """What two tokenizers or templates make of the same rows."""
 
-    Attributes:
-        rows: how many were compared.
-        changed: the numbers of those that differ, counted over all files.
-        loss_only: how many of these differ in their loss only.
-        dropped: how many rows only the first one drops, and only the other one.
-        tokens: of all rows, of both.
-        renumbered: how many tokens have another id in the other vocabulary.
-        shown: the first changed rows.
-    """
-
-    rows: int = 0
-    changed: list[int] = field(default_factory=list)
-    loss_only: int = 0
-    dropped: list[int] = field(default_factory=lambda: [0, 0])
-    tokens: list[int] = field(default_factory=lambda: [0, 0])
-    renumbered: int = 0
-    shown: list[ChangedRow] = field(default_factory=list)
+    rows: int = 0  # that were compared
+    changed: list[int] = field(default_factory=list)  # numbers of those that differ, counted over all files
+    loss_only: int = 0  # how many of these differ in their loss only
+    dropped: list[int] = field(default_factory=lambda: [0, 0])  # rows that only the first one drops, and only the other
+    tokens: list[int] = field(default_factory=lambda: [0, 0])  # of all rows, of both
+    renumbered: int = 0  # tokens with another id in the other vocabulary
+    shown: list[ChangedRow] = field(default_factory=list)  # the first changed rows
 
     def to_dict(self) -> dict[str, Any]:
         """The counts and the numbers of the rows."""
@@ -78,11 +68,7 @@ class Difference:
 
 
 def difference(job: Job[Any], other: Job[Any], most: int) -> Difference:
-    """Compares what is made of the same files.
-
-    Args:
-        job, other: opened with the same files, not yet run.
-        most: how many changed rows are shown.
+    """Compares what two jobs, opened with the same files and not yet run, make of them; `most` changed rows are shown.
 
     Raises:
         OptionError: the two see different kinds of data in the files.
@@ -122,12 +108,7 @@ def _compare(
     row: int,
     most: int,
 ) -> None:
-    """Adds some rows.
-
-    Args:
-        made: what both have made of n rows.
-        row: the number of the first of them in its file.
-    """
+    """Adds what both have `made` of n rows, the first of which is number `row` of its file."""
     pairs = [_sequences(kind, each.ids) for each in made]
     count = len(made[0])
     rejected = np.stack([mask_of(each.rejected, count) for each in made])

@@ -1,5 +1,7 @@
 """What a reader of the numbers has to decide, or to know first: one sentence each."""
 
+from collections import Counter
+
 from gpuload.core.words import counted
 from gpuload.inspect.statistics import LengthGroup, Statistics
 
@@ -9,10 +11,10 @@ _MOST_REASONS = 3
 def findings(found: Statistics) -> list[str]:
     """The sentences, the most important first: wrong tokens, dropped rows, then which limit to set."""
     report = found.report
-    made = [f"{len(report.check.mismatches):,} of the compared rows differ from the tokenizer."] * bool(
-        report.check.mismatches
-    )
-    reasons = sorted(report.rejected.items(), key=lambda item: -item[1])
+    made = []
+    if wrong := len(report.check.mismatches):
+        made.append(f"{wrong:,} of the compared rows differ from the tokenizer.")
+    reasons = Counter(report.rejected).most_common()
     made += [f"{count:,} of {rows(report.rows_read)} dropped: {why}." for why, count in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         made.append(f"{counted(len(reasons) - _MOST_REASONS, 'more reasons')} for dropped rows are in the table.")

@@ -25,11 +25,8 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 def load_with_images(files: Sequence[str], processor: Any, key: str, kind: KindName | None, **options: Any) -> Any:
     """The rows of files, of any length.
 
-    Args:
-        processor: its directory or id, or itself.
-        key: the column with images.
-        kind: what the files hold; None: found by their columns.
-        options: of a load.
+    `processor` is its directory or id, or itself; `key` the column with images; `kind` is None if the columns say what
+    the files hold.
 
     Raises:
         GpuloadError: as a load; or there is no processor.
@@ -55,12 +52,7 @@ def load_with_images(files: Sequence[str], processor: Any, key: str, kind: KindN
 
 
 def images_text(dataset: Any, limit: int | None = None) -> str:
-    """What `gpuload inspect --images` prints.
-
-    Args:
-        dataset: `ImageRows`.
-        limit: a further limit of lengths.
-    """
+    """What `gpuload inspect --images` prints of `ImageRows`; `limit` is a further limit of lengths."""
     reference = dataset._reference
     processor, kwargs = reference.processor, reference.images.mm_processor_kwargs
     key = reference.images.image_key

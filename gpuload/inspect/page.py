@@ -5,6 +5,7 @@ that no text of a row is markup, script or direction of writing.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -54,12 +55,7 @@ class PageTable:
 
 
 def page_of(found: Statistics, tokenizer: str) -> str:
-    """The page.
-
-    Args:
-        found: what it shows, with rows.
-        tokenizer: its name.
-    """
+    """The page that shows statistics with rows; `tokenizer` is its name."""
     groups, everything = found.groups[: plots.FEW], found.groups[0]
     dropped = _dropped(found.report)
     report = found.report
@@ -105,12 +101,8 @@ def is_number(cell: str | Number) -> bool:
 
 
 def boxes(sequence: TokenSequence, differs_at: int | None) -> Markup:
-    """One box per token, and how many tokens are not shown between them.
-
-    Args:
-        sequence: the tokens.
-        differs_at: the number of the token that is marked as the first difference; None for none.
-    """
+    """One box per token, and how many are not shown between them. Number `differs_at` is marked as the first
+    difference."""
     made = []
     for (start, tokens), gap in zip(sequence.parts, sequence.gaps, strict=False):
         made += [_gap(gap)] * bool(gap) + [_box(token, at == differs_at) for at, token in enumerate(tokens, start)]
@@ -206,23 +198,14 @@ def _role_tables(found: Statistics) -> list[PageTable]:
     tables = []
     title = "Tokens per part of a pair" if found.kind == "pairs" else "Tokens per role"
     total = sum(role.tokens for role in found.roles)
-    unknown = found.rows_without_roles
-    note = (
-        f"{counted(unknown, 'rows are')} not counted: transformers renders them, so their roles are unknown."
-        if unknown
-        else ""
-    )
+    unknown, note = found.rows_without_roles, ""
+    if unknown:
+        note = f"{counted(unknown, 'rows are')} not counted: transformers renders them, so their roles are unknown."
     if found.roles or note:
-        lines: list[Line] = [
-            [
-                clipped(role.role),
-                _count(role.tokens),
-                _share(role.tokens / total),
-                _count(role.loss),
-                _share(role.loss / role.tokens),
-            ]
-            for role in found.roles[:_MOST_LINES]
-        ]
+        lines: list[Line] = []
+        for role in found.roles[:_MOST_LINES]:
+            of_all, with_loss = _share(role.tokens / total), _share(role.loss / role.tokens)
+            lines.append([clipped(role.role), _count(role.tokens), of_all, _count(role.loss), with_loss])
         tables.append(PageTable(title, ["role", "tokens", "share", "with loss", "share of role"], lines, note))
     if found.fill:
         packs: list[Line] = [
@@ -236,10 +219,9 @@ def _role_tables(found: Statistics) -> list[PageTable]:
 def _dropped(report: Report) -> list[PageTable]:
     if not report.rejected:
         return []
-    reasons = sorted(report.rejected.items(), key=lambda item: -item[1])[:_MOST_LINES]
     lines: list[Line] = [
         [clipped(reason), _count(count), clipped(", ".join(report.examples.get(reason, [])))]
-        for reason, count in reasons
+        for reason, count in Counter(report.rejected).most_common(_MOST_LINES)
     ]
     return [PageTable("Dropped rows", ["reason", "rows", "first rows"], lines)]
 

@@ -20,12 +20,8 @@ def longest_shown(groups: Sequence[LengthGroup]) -> int:
 
 
 def histogram(groups: Sequence[LengthGroup], number: int) -> str:
-    """How many rows of a group have which length; up to the 99th percentile of all rows, so that plots compare.
-
-    Args:
-        groups: the first one is all rows.
-        number: of the group.
-    """
+    """How many rows of group `number` have which length; up to the 99th percentile of all rows, those of the first
+    group, so that plots compare."""
     top, lengths = longest_shown(groups), groups[number].lengths
     counts, edges = np.histogram(lengths[lengths <= top], np.linspace(0, top, min(_BINS, top) + 1))
     left, right, low, high = 38, 312, 100, 8  # of the plot, in a view of 320 by 122

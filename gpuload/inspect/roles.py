@@ -38,9 +38,6 @@ Codes = npt.NDArray[np.int64]
 class RoleFinder:
     """Finds the roles of tokens.
 
-    Args:
-        reference: the tokenizer.
-
     Attributes:
         names: the name of each code from 0, which is that of the template.
     """
@@ -56,15 +53,12 @@ class RoleFinder:
                 self._spans = TokenSpans(reference)
 
     def codes(self, column: pa.Array, ids: Ragged, texts: pa.LargeStringArray | None = None) -> Codes:
-        """The roles of all tokens of n rows.
+        """(len(ids.values),) int64, the roles of all tokens of n rows.
 
         Args:
             column: (n,) prompts, or what is made of chats; none of them null.
             ids: their ids, without loss.
             texts: what was encoded, if it is not what the template makes of the rows.
-
-        Returns:
-            (len(ids.values),) int64.
         """
         if self._spans is None:
             return np.full(len(ids.values), UNKNOWN)

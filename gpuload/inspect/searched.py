@@ -13,15 +13,8 @@ _FAR = 300  # characters between the texts of a call
 
 
 def message_spans(messages: Sequence[Mapping[str, Any]], text: str) -> list[tuple[int, int, str]]:
-    """The parts of a text that come from messages.
-
-    Args:
-        messages: the conversation.
-        text: as it was rendered.
-
-    Returns:
-        Start and end in UTF-8, and the role; in order, without overlaps. Calls and reasoning belong to their message.
-    """
+    """Start and end in UTF-8, and role, of the parts of a rendered text that come from messages: in order, without
+    overlaps. Calls and reasoning belong to their message."""
     found, at = [], 0
     for message in messages:
         role, content = str(message.get("role")), _strings(message.get("content"))
@@ -51,11 +44,8 @@ def _strings(value: Any) -> list[str]:
 
 
 def _find(text: str, strings: Sequence[str], at: int, far: int | None = None) -> tuple[int, int] | None:
-    """Start and end of texts that follow one another, as they are or as JSON has them; None if none is there.
-
-    Args:
-        far: at most so many characters between them, or before the first one.
-    """
+    """Start and end of texts that follow one another, as they are or as JSON has them; None if none is there. At most
+    `far` characters are between them, or before the first one."""
     start, end = None, at
     for string in strings:
         for form in (string, json.dumps(string, ensure_ascii=False)[1:-1], json.dumps(string)[1:-1]):

@@ -18,24 +18,15 @@ from gpuload.sources.types import as_json
 
 
 def rows_in(stored: Ragged) -> tuple[Ragged, Headers]:
-    """The tokens of the rows of n conversations, with their loss, and what the headers of the conversations say.
-
-    Args:
-        stored: n conversations, see `kinds/served/stored.py`.
-    """
+    """The tokens of the rows of n conversations (`kinds/served/stored.py`), with their loss, and what the headers of
+    the conversations say."""
     headers = Headers.of(stored)
     plan = whole_rows(headers.conversation, headers.rows[:, 0], headers.begin)
     return Sequences(stored, plan, IDS | LOSS).to_host(), headers
 
 
 def messages_until(column: pa.Array, rows: RowNumbers, turns: RowNumbers) -> pa.Array:
-    """(r,) the messages of conversations up to some of them, as JSON.
-
-    Args:
-        column: (n,) what conversations are made of.
-        rows: (r,) conversations.
-        turns: (r,) the number of the last message of each.
-    """
+    """(r,) messages, as JSON: those of conversation `rows[k]` of a column, up to message number `turns[k]`."""
     values = to_python(column)
     return as_json([messages_in(values[k])[: turn + 1] for k, turn in zip(rows.tolist(), turns.tolist(), strict=True)])
 
@@ -50,13 +41,8 @@ def texts_of(reference: Reference, tokens: Ragged) -> pa.LargeStringArray:
 
 
 def joined_texts(texts: pa.LargeStringArray, rows: RowNumbers, count: int) -> pa.LargeStringArray:
-    """(n,) the texts of the rows of each conversation, one after the other; null for those without rows.
-
-    Args:
-        texts: (r,) of rows.
-        rows: (r,) the conversation of each, ascending.
-        count: of conversations.
-    """
+    """(count,) the texts of the rows of each conversation, one after the other; null for those without rows. `rows`
+    says of each text, ascending, which conversation it is of."""
     made: list[str | None] = [None] * count
     for row, text in zip(rows.tolist(), texts.to_pylist(), strict=True):
         made[row] = (made[row] or "") + text

@@ -1,6 +1,7 @@
 """The numbers of a dataset: lengths, tokens per role, how packs would be filled."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from gpuload.dataset.rows import Rows
 from gpuload.inspect.data import KindName, one_row
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
 from gpuload.inspect.served import messages_until, texts_of
-from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
+from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.packing import pack
@@ -81,33 +82,19 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What `gpuload inspect` shows.
+    """What `gpuload inspect` shows."""
 
-    Attributes:
-        kind: what the files hold.
-        report: of the load.
-        columns: name and type of every column that is passed through.
-        groups: all rows, then those of each source, the largest first.
-        by: what a source is: a value of `data_source`, or a file.
-        roles: tokens per role, most tokens first, or per part of a pair; empty for prompts, and if no role is known.
-        rows_without_roles: number of rows whose roles are unknown.
-        fill: for several sizes of packs; only for chats.
-        equal_pairs: number of pairs whose chosen equals rejected; None if there are no pairs.
-        samples: rows to show.
-        over: the longest rows over a limit that was asked for: tokens, file, number.
-    """
-
-    kind: KindName
-    report: Report
-    columns: Sequence[tuple[str, str]]
-    groups: Sequence[LengthGroup]
-    by: str
-    roles: Sequence[RoleTokens]
-    rows_without_roles: int
-    fill: Sequence[Fill]
-    equal_pairs: int | None
-    samples: Sequence[SampleRow]
-    over: Sequence[tuple[int, str, int]] = ()
+    kind: KindName  # what the files hold
+    report: Report  # of the load
+    columns: Sequence[tuple[str, str]]  # name and type of every column that is passed through
+    groups: Sequence[LengthGroup]  # all rows, then those of each source, the largest first
+    by: str  # what a source is: a value of `data_source`, or a file
+    roles: Sequence[RoleTokens]  # or parts of a pair, most tokens first; empty for prompts, and if no role is known
+    rows_without_roles: int  # number of rows whose roles are unknown
+    fill: Sequence[Fill]  # for several sizes of packs; only for chats
+    equal_pairs: int | None  # number of pairs whose chosen equals rejected; None if there are no pairs
+    samples: Sequence[SampleRow]  # rows to show
+    over: Sequence[tuple[int, str, int]] = ()  # the longest rows over a limit that was asked for: tokens, file, number
 
     @property
     def limit_name(self) -> str:
@@ -127,10 +114,8 @@ class Statistics:
 def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool, limit: int | None = None) -> Statistics:
     """Counts, in a second pass over the files for the roles of tokens.
 
-    Args:
-        dataset: what `run` made of the job.
-        with_samples: also choose rows to show. Prompts need no second pass without them.
-        limit: list the longest rows over it.
+    `dataset` is what `run` made of the job. `with_samples` also chooses rows to show; prompts need no second pass
+    without them. `limit` lists the longest rows over it.
     """
     chosen = sample_rows(dataset.lengths) if with_samples else {}
     loss: Lengths | None = None
@@ -177,11 +162,8 @@ def _over(dataset: Rows, limit: int) -> list[tuple[int, str, int]]:
 
 
 def pair_tokens(parts: Ragged) -> list[RoleTokens]:
-    """The tokens of prompts, each counted once, and those of both completions.
-
-    Args:
-        parts: n pairs, with their bits (`gpuload.core.marks`).
-    """
+    """The tokens of the prompts of n pairs with bits (`gpuload.core.marks`), each counted once, and those of both
+    completions."""
     completion = (parts.values & LOSS) != 0
     counts = {"prompt": int((~completion).sum())}
     for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
@@ -263,7 +245,7 @@ def _samples(
     ids, name, names = dataset.tokens, "prompt" if loss is None else "conversation", counted.finder.names
     samples = []
     for row, about in chosen.items():
-        marked = with_loss_bits(ids, row, loss)
+        marked = (ids[row] if loss is None else ids[row] | loss[row] * LOSS).tolist()
         sequence = reader.sequence(name, marked, counted.kept[row], names, loss is not None, _MOST_TOKENS)
         samples.append(SampleRow(about, *dataset.origin(row), [sequence]))
     return samples
@@ -271,10 +253,9 @@ def _samples(
 
 def _dropped(job: Job[Any], report: Report) -> list[SampleRow]:
     """A dropped row for each of the most frequent reasons, as its file has it."""
-    frequent = sorted(report.rejected, key=lambda reason: -report.rejected[reason])[:_REASONS]
     sources = {source.name: source for source in job.sources}
     made = []
-    for reason in frequent:
+    for reason, _ in Counter(report.rejected).most_common(_REASONS):
         name, _, number = report.examples[reason][0].rpartition(" row ")
         row = one_row(sources[name].batches(), int(number)).to_pylist()[0]
         text = json.dumps(row, ensure_ascii=False, indent=2, default=repr)
@@ -290,11 +271,7 @@ def _sources(dataset: Rows) -> tuple[str, npt.NDArray[Any]]:
 
 
 def _groups(lengths: Lengths, loss: Lengths | None, names: npt.NDArray[Any], alone: bool) -> list[LengthGroup]:
-    """All rows, then those of each source, the largest first.
-
-    Args:
-        alone: list a source even if it is the only one.
-    """
+    """All rows, then those of each source, the largest first. The only source is listed if it may be `alone`."""
     groups = [LengthGroup("all", np.sort(lengths), None if loss is None else int(loss.sum()))]
     found, counts = np.unique(names, return_counts=True)
     if len(found) == 1 and not alone:

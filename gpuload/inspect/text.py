@@ -17,11 +17,7 @@ _SHORT = (0, 50, 95, 99, 100)  # the percentiles that are printed where a line i
 
 
 def as_text(found: Statistics, limit: int | None = None) -> str:
-    """What `gpuload inspect` prints, in lines of the width of the terminal.
-
-    Args:
-        limit: also list the rows that it would drop.
-    """
+    """What `gpuload inspect` prints, in lines of the width of the terminal; with the rows that a `limit` would drop."""
     columns = max(60, shutil.get_terminal_size((_NO_TERMINAL, 24)).columns)
     groups, limits = found.groups, found.limits()
     percentiles = PERCENTILES if columns >= 12 + 8 + 9 * len(PERCENTILES) + 10 else _SHORT
@@ -123,16 +119,12 @@ def _row(values: Sequence[Any], width: int = 8) -> str:
 
 
 def _histogram(lengths: Lengths, columns: int) -> list[str]:
-    counts, edges = bins(lengths)
+    """Rows in about 16 bins up to the 99th percentile, and one for the rest."""
+    top = max(1, int(np.percentile(lengths, 99)))
+    edges = np.append(np.unique(np.linspace(0, top, 16).astype(int)), max(top + 1, int(lengths[-1]) + 1))
+    counts, _ = np.histogram(lengths, edges)
     scale = min(50, columns - 32) / max(1, counts.max())
     return [
         f"  {int(low):>8,} - {int(high) - 1:>8,} {count:>9,} {'#' * int(np.ceil(count * scale))}"
         for low, high, count in zip(edges, edges[1:], counts, strict=False)
     ]
-
-
-def bins(lengths: Lengths) -> tuple[Lengths, Any]:
-    """Counts and edges of about 16 bins up to the 99th percentile, and one for the rest."""
-    top = max(1, int(np.percentile(lengths, 99)))
-    edges = np.unique(np.linspace(0, top, 16).astype(int))
-    return np.histogram(lengths, np.append(edges, max(top + 1, int(lengths[-1]) + 1)))

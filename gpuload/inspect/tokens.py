@@ -32,20 +32,13 @@ class Token:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Some tokens of a sequence.
+    """Some tokens of a sequence."""
 
-    Attributes:
-        name: "prompt", "conversation", "chosen" or "rejected".
-        length: number of all its tokens.
-        parts: consecutive tokens that are shown, and the number of the first of them; ascending.
-        first, last: if only some of the tokens are looked at, the first of them, and the one behind them.
-    """
-
-    name: str
-    length: int
-    parts: Sequence[tuple[int, Sequence[Token]]]
-    first: int = 0
-    last: int | None = None
+    name: str  # "prompt", "conversation", "chosen" or "rejected"
+    length: int  # number of all its tokens
+    parts: Sequence[tuple[int, Sequence[Token]]]  # consecutive ones that are shown, each from a number on; ascending
+    first: int = 0  # of the tokens that are looked at
+    last: int | None = None  # the token behind these; None if they end with the sequence
 
     @property
     def tokens(self) -> list[Token]:
@@ -71,22 +64,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A row to be shown.
+    """A row to be shown."""
 
-    Attributes:
-        about: why it is shown: "longest", "shortest", "random" or "dropped"; or nothing.
-        file, number: where it comes from.
-        sequences: its tokens.
-        dropped: why a load drops it; None if it does not.
-        text: its columns as JSON, in the place of tokens.
-    """
-
-    about: str
+    about: str  # why it is shown: "longest", "shortest", "random" or "dropped"; or nothing
     file: str
-    number: int
-    sequences: Sequence[TokenSequence]
-    dropped: str | None = None
-    text: str | None = None
+    number: int  # in the file
+    sequences: Sequence[TokenSequence]  # its tokens
+    dropped: str | None = None  # why a load drops it; None if it does not
+    text: str | None = None  # its columns as JSON, in the place of tokens
 
     @property
     def difference(self) -> int | None:
@@ -104,11 +89,7 @@ class SampleRow:
 
 
 class TokenReader:
-    """Describes the tokens of one tokenizer.
-
-    Args:
-        reference: the tokenizer.
-    """
+    """Describes the tokens of one tokenizer."""
 
     def __init__(self, reference: Reference):
         tokenizer = reference.tokenizer
@@ -128,13 +109,9 @@ class TokenReader:
         """The tokens of one sequence.
 
         Args:
-            name: of the sequence.
-            ids: its n ids, with a bit where they have loss.
-            codes: (n,) the role of each.
-            names: the names of roles.
-            with_loss: whether the bits mean anything.
-            most: how many tokens are kept; None for all.
-            around: the number of a token that is kept.
+            ids: its n ids, with a bit where they have loss, if they are `with_loss`.
+            codes: (n,) the role of each, as an index into `names`.
+            most, around: as for `shown_ranges`.
         """
 
         def described(number: int) -> Token:
@@ -148,13 +125,8 @@ class TokenReader:
 
 
 def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[TokenSequence]:
-    """The two sequences of a pair. Their roles are `prompt` and `completion`, and completions have loss.
-
-    Args:
-        reader: of the tokenizer.
-        ids: of the pair, with their bits (`gpuload.core.marks`).
-        most: how many tokens of each are kept; None for all.
-    """
+    """The two sequences of a pair, whose ids have bits (`gpuload.core.marks`). Their roles are `prompt` and
+    `completion`, completions have loss, and `most` tokens of each are kept; None for all."""
     row = Ragged.from_lists([ids])
     (chosen, of_chosen), (rejected, of_rejected) = (split(sequence(row, other)) for other in (REJECTED, CHOSEN))
     around = common_prefix(chosen.values.tolist(), rejected.values.tolist())
@@ -173,12 +145,10 @@ def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[T
 
 
 def shown_ranges(length: int, most: int | None, around: int) -> list[range]:
-    """Which of n tokens are shown: all, or the first and last ones, or the first ones and those around one of them.
+    """Which of `length` tokens are shown: all, or the first and last ones, or the first ones and those around one of
+    them.
 
-    Args:
-        length: n.
-        most: how many at most; None for all.
-        around: number of a token; those before and around it are the same whatever n is.
+    At most so many are, if not None; those before and around number `around` are the same whatever the length is.
     """
     if most is None or (length <= most and around < most // 2):
         return [range(length)]
@@ -186,9 +156,3 @@ def shown_ranges(length: int, most: int | None, around: int) -> list[range]:
     if around < half:
         return [range(half), range(length - half, length)]
     return [range(quarter), range(around - quarter, min(length, around + half))]
-
-
-def with_loss_bits(ids: Ragged, row: int, loss: Ragged | None) -> list[int]:
-    """The ids of one row, with a bit where they have loss."""
-    some: list[int] = (ids[row] if loss is None else ids[row] | loss[row] * LOSS).tolist()
-    return some

@@ -22,10 +22,10 @@ ROWS = 64
 
 
 def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers, pa.Table]:
-    """Up to 64 rows: the longest and the shortest, one of each shape, and others until there are enough.
+    """Up to 64 rows, the same on all ranks: the longest and the shortest, one of each shape, and others until there are
+    enough.
 
-    A shape is which columns have a value, and of messages, their roles and which fields they have. All ranks of a run
-    choose the same rows.
+    A shape is which columns have a value, and of messages, their roles and which fields they have.
 
     Args:
         tables: returns the dataset in parts, each time that it is called. It has at least one row.
@@ -80,28 +80,23 @@ def _text_bytes(column: pa.Array) -> RowNumbers:
 
 
 def compare(
-    sample: Sequence[Any],
+    sample: Sequence[Any],  # names of rows, or sets of rows
     ours: Callable[[Any], Any],
     theirs: Callable[[Any], Any],
     changed: str | None,
     *,
     logger: logging.Logger,
     trainer: str,
-    rows: int | None = None,
+    rows: int | None = None,  # how many the sample has, if it is not made of names of rows
     differs: str = "row {row} of a sample differs from {trainer}'s",
 ) -> str | None:
     """Why gpuload must not prepare a dataset; None if a sample of it is as the trainer makes it.
 
-    Args:
-        sample: what is compared: names of rows, or sets of rows.
-        ours: makes of one of them what gpuload makes of it; None for a row that the trainer is to prepare itself. A
-            `GpuloadError` is the reason not to prepare the dataset.
-        theirs: makes what the trainer makes of it. Values may have arrays and tensors, see `comparable`.
-        changed: from `known_code.change`; None if the trainer's code is known. If it is not, the log says that the
-            sample is equal, and the reason why it is not begins with the change.
-        trainer: its name.
-        rows: how many rows the sample has, if it is not made of names of rows.
-        differs: the reason for a difference.
+    What both make of one of the sample may have arrays and tensors, see `comparable`. Ours is None for a row that the
+    trainer is to prepare itself, and a `GpuloadError` the reason not to prepare the dataset.
+
+    `changed` is from `known_code.change`: if the trainer's code is not known, the log says that the sample is equal,
+    and the reason why it is not begins with the change.
     """
     for each in sample:
         try:
@@ -121,12 +116,7 @@ def compare(
 
 
 def log_equal(logger: logging.Logger, change: str, rows: int) -> None:
-    """Say that gpuload is used, although the trainer's code is not known.
-
-    Args:
-        change: from `known_code.change`.
-        rows: how many were prepared by both.
-    """
+    """Say that gpuload is used, although the trainer's code has changed, because so many rows are equal."""
     logger.warning("gpuload: %s; %d rows prepared by both are equal: used", change, rows)
 
 

@@ -28,15 +28,13 @@ LOAD_OPTIONS = ("device", "gpu_memory_limit", "verify", "progress", "token_cache
 
 
 def settings_under(key: str, given: Any, known: Collection[str]) -> dict[str, Any]:
-    """Read gpuload's section of a trainer's configuration.
+    """Read gpuload's section of a trainer's configuration: a mapping of any configuration library, or None.
 
     Args:
         key: the section's name for messages, such as "data.gpuload".
-        given: the section: a mapping of any configuration library, or None.
-        known: the keys it may have.
 
     Raises:
-        OptionError: it is not a mapping, or has another key (the message names the nearest known one).
+        OptionError: it is not a mapping, or has an unknown key (the message names the nearest known one).
     """
     section = {} if given is None else plain(given)
     if not isinstance(section, Mapping):
@@ -48,11 +46,7 @@ def settings_under(key: str, given: Any, known: Collection[str]) -> dict[str, An
 
 
 def check_switches(key: str, settings: Mapping[str, Any], names: Collection[str]) -> None:
-    """Check that settings are true or false.
-
-    Raises:
-        OptionError: one is something else.
-    """
+    """Check that settings are true or false; an `OptionError` if one is something else."""
     for name in names:
         if not isinstance(settings[name], bool):
             raise OptionError(f"{key}.{name}={settings[name]!r}: expected true or false")
@@ -90,22 +84,13 @@ def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | 
 
 
 def log_fallback(logger: logging.Logger, trainer: str, reason: str) -> None:
-    """Say that the trainer's own code prepares the data.
-
-    Args:
-        trainer: whose code it is, such as "verl's own dataset class".
-        reason: why gpuload does not.
-    """
+    """Say that a trainer's own code, such as "verl's own dataset class", prepares the data, and why gpuload does
+    not."""
     logger.warning("gpuload: falls back to %s: %s", trainer, reason)
 
 
 def log_own_rows(logger: logging.Logger, trainer: str, reasons: Counter[str], total: int) -> None:
-    """Say how many rows the trainer prepares itself, if there are any.
-
-    Args:
-        reasons: why → number of rows.
-        total: number of all rows.
-    """
+    """Say how many of all rows the trainer prepares itself, if there are any: reason → number of rows."""
     if reasons:
         named = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(3))
         logger.warning(
@@ -118,22 +103,15 @@ def log_own_rows(logger: logging.Logger, trainer: str, reasons: Counter[str], to
 
 
 def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str) -> None:
-    """Say which settings of the trainer have no effect, if there are any.
-
-    Args:
-        settings: name → value.
-        reason: the end of a sentence, such as "rows are tokenized before training".
-    """
+    """Say which settings of the trainer have no effect, if there are any. `reason` ends the sentence."""
     if settings:
         named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         logger.warning("gpuload: %s %s no effect: %s", named, "has" if len(settings) == 1 else "have", reason)
 
 
 def unless_unsupported(make: Callable[[], _Made], logger: logging.Logger, trainer: str) -> _Made | None:
-    """The result of `make`; None where gpuload cannot do the work, and a line in the log says why.
-
-    Args:
-        trainer: whose code does it then, as for `log_fallback`.
+    """The result of `make`; None where gpuload cannot do the work, and a line in the log says why the trainer's code
+    does it.
 
     Raises:
         DeviceError: a device that the user has named is not available, or has too little memory.
@@ -148,12 +126,7 @@ def unless_unsupported(make: Callable[[], _Made], logger: logging.Logger, traine
 
 
 def runs(items: Sequence[_Item], sizes: RowNumbers, most: int) -> Iterator[Sequence[_Item]]:
-    """Cuts a sequence into runs of about the same size.
-
-    Args:
-        sizes: (n,) int64, of each item.
-        most: about the size of a run; an item that is larger is not cut.
-    """
+    """Cuts a sequence into runs of about `most`, by the sizes (n,) of its items; an item that is larger is not cut."""
     run = offsets_of(sizes)[:-1] // most  # of each item
     for number in np.unique(run).tolist():
         low, high = np.searchsorted(run, [number, number + 1])

@@ -36,8 +36,8 @@ _LEFT_OUT = {"annotation", "returns", "type_comment", "kind", "ctx", "type_param
 def problem(expected: Mapping[str, tuple[Any, Sequence[str]]]) -> str | None:
     """The sentence "SFTTrainer._prepare_dataset has the parameters self, dataset"; None if all have those expected.
 
-    Args:
-        expected: name → a function or class as it is now, None if there is none, and its parameters where it is known.
+    `expected` has for each name a function or class as it is now, None if there is none, and its parameters where it is
+    known.
     """
     for name, (found, parameters) in expected.items():
         now = () if found is None else tuple(inspect.signature(found).parameters)
@@ -48,12 +48,10 @@ def problem(expected: Mapping[str, tuple[Any, Sequence[str]]]) -> str | None:
 
 
 def change(release: str, table: Table, *functions: Any) -> str | None:
-    """The sentence "TRL 1.17.0: SFTTrainer._prepare_dataset has changed"; None if all functions are known.
+    """The sentence "TRL 1.17.0: SFTTrainer._prepare_dataset has changed"; None if all functions, as they are used now,
+    are known.
 
-    Args:
-        release: the trainer and its version.
-        table: of the integration.
-        functions: as they are used now. Those in the table have the same names.
+    Those in the table of the integration have the same names.
     """
     for function in functions:
         name = function.__qualname__
@@ -79,11 +77,8 @@ def digest(function: Any) -> str | None:
 
 
 def digests_of(table: Table, folder: str | None = None) -> dict[str, str | None]:
-    """The digests of the functions in a table, from source files: nothing of the trainer is imported.
-
-    Args:
-        folder: the one with the trainer's package; None for the installed one.
-    """
+    """The digests of the functions in a table, from the source files in a folder with the trainer's package; None for
+    the installed one. Nothing of the trainer is imported."""
     made = {}
     for function in table:
         module, _, name = function.partition(":")
@@ -298,11 +293,8 @@ def _defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the digests of a trainer's functions.
-
-    Args:
-        arguments: the name of the integration; then the folder of the trainer's package, unless it is installed.
-    """
+    """Print the digests of a trainer's functions: of the integration with this name, and the package in this folder,
+    unless it is installed."""
     table: Table = import_module(f"gpuload.integrations.{arguments[0]}.contract").KNOWN
     for function, found in digests_of(table, *arguments[1:2]).items():
         seen = table[function].get(found or "")

@@ -22,10 +22,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 def template_of(processor: Any, chat_template: str | None = None) -> str:
     """The template with which the tokenizer renders texts as the processor does; a tokenizer's is the one given.
-
-    Args:
-        chat_template: instead of the default one: a name or its text.
-    """
+    `chat_template` replaces the default one, by a name or its text."""
     if not isinstance(processor, ProcessorMixin):
         return chat_template or "default"
     own = processor.chat_template
@@ -79,12 +76,8 @@ def media_rows(processor: Any, rows: Ragged) -> list[int]:
 
 
 def difference_of_ids(processor: Any, rows: Ragged, beginnings: bool) -> str | None:
-    """Why a processor may have other ids for some texts; None if it has these, or is a tokenizer.
-
-    Args:
-        rows: the ids of texts.
-        beginnings: whether texts, or parts of them, begin with these.
-    """
+    """Why a processor may have other ids for some texts than these; None if it has these, or is a tokenizer. Texts, or
+    parts of them, may begin with these (`beginnings`)."""
     if not isinstance(processor, ProcessorMixin):
         return None
     if found := media_rows(processor, rows):

@@ -159,11 +159,7 @@ def count_batches(packs: int, batch_size: int, world_size: int, drop_last: bool)
 
 
 def check_ranks(batch_size: Any, rank: Any, world_size: Any) -> None:
-    """Checks how packs are divided.
-
-    Raises:
-        OptionError: a value is invalid.
-    """
+    """Checks how packs are divided; an `OptionError` if a value is invalid."""
     check_counts(batch_size=(batch_size, 1), world_size=(world_size, 1))
     if not is_count(rank, 0) or rank >= world_size:
         raise OptionError(f"rank={rank!r}: expected 0 to {world_size - 1} for world_size={world_size}")
@@ -174,11 +170,7 @@ def _divided(count: int, size: int, drop_last: bool) -> int:
 
 
 def lengths_of(lengths: Any) -> RowNumbers:
-    """Checks lengths of rows, and returns them as (n,) int64.
-
-    Raises:
-        OptionError: they are something else.
-    """
+    """Lengths of rows as (n,) int64; an `OptionError` if they are something else."""
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise OptionError(f"lengths: expected a one-dimensional array of integers, got {given.dtype} {given.shape}")
@@ -189,32 +181,21 @@ def lengths_of(lengths: Any) -> RowNumbers:
 
 
 def generator(shuffle: bool, seed: int, epoch: int) -> np.random.Generator | None:
-    """The source of random numbers of an epoch; None for the order of the rows.
-
-    Raises:
-        OptionError: seed or epoch is invalid.
-    """
+    """The source of random numbers of an epoch; None for the order of the rows. An `OptionError` if seed or epoch is
+    invalid."""
     check_counts(seed=(seed, 0), epoch=(epoch, 0))
     return np.random.default_rng([seed, epoch]) if shuffle else None
 
 
 def check_counts(**values: tuple[Any, int]) -> None:
-    """Checks integers: name → the value, and what it is at least.
-
-    Raises:
-        OptionError: a value is something else.
-    """
+    """Checks integers: name → the value, and what it is at least. An `OptionError` if a value is something else."""
     for name, (value, least) in values.items():
         if not is_count(value, least):
             raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
 def check_flags(**values: Any) -> None:
-    """Checks that what is on or off is no text, such as "false", which would mean on.
-
-    Raises:
-        OptionError: a value is text.
-    """
+    """Checks that what is on or off is no text, such as "false", which would mean on: that is an `OptionError`."""
     for name, value in values.items():
         if isinstance(value, str):
             raise OptionError(f"{name}={value!r}: expected True or False")

@@ -18,27 +18,16 @@ RowMask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class CheckRule:
-    """One check.
+    """One check."""
 
-    Attributes:
-        about: what it finds.
-        remedy: what to do.
-        error, warning: the share of the rows from which a finding has this level, 0 for a single row; None for never.
-            Below both, it is an info.
-    """
-
-    about: str
-    remedy: str
+    about: str  # what it finds
+    remedy: str  # what to do
+    # The share of the rows from which a finding has this level, 0 for a single row; None: never. Below both, an info.
     error: float | None = None
     warning: float | None = 0.0
 
     def level(self, count: int, rows: int) -> Level:
-        """The level of a finding.
-
-        Args:
-            count: in how many rows.
-            rows: of how many.
-        """
+        """The level of a finding in `count` of so many rows."""
         share = count / max(rows, 1)
         if self.error is not None and share >= self.error:
             return "error"
@@ -227,9 +216,7 @@ def thresholds() -> str:
     """The rules as a table in Markdown."""
     lines = ["| check | finds | error | warning | remedy |", "|---|---|---|---|---|"]
     for name, rule in RULES.items():
-        shares = [_share(rule.error), "" if rule.warning is None else _share(rule.warning)]
-        if rule.error == 0.0:
-            shares[1] = ""
+        shares = [_share(rule.error), "" if rule.error == 0.0 else _share(rule.warning)]
         cells = [f"`{name}`", rule.about, *shares, rule.remedy]
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)

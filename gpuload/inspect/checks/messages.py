@@ -31,43 +31,25 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class FlatMessages:
-    """k messages of n rows, those of a row one after the other.
+    """k messages of n rows, those of a row one after the other."""
 
-    Attributes:
-        count: n.
-        row: (k,) int64, the row of each.
-        part: (k,) int64, the part of the row, as an index into `PARTS`.
-        role: (k,) large_string; empty for texts and for messages without a role.
-        text: (k,) large_string, the content, or the texts of its parts; empty where there is none.
-        null: (k,) bool, the content is null.
-        reasoning: (k,) large_string, null where there is none.
-        arguments: (k,) int64, `NONE`, `TEXT` or `OBJECT`.
-        media: (k, 3) int64, how many parts of the content are images, videos and audios.
-        more: (k,) large_string, whatever else a template could print of the message, as JSON; empty if it has no more.
-        own: (n,) large_string, the tools of each row and other arguments of its template, as JSON; empty without any.
-    """
-
-    count: int
-    row: Ints
-    part: Ints
-    role: pa.LargeStringArray
-    text: pa.LargeStringArray
-    null: RowMask
-    reasoning: pa.LargeStringArray
-    arguments: Ints
-    media: Ints
-    more: pa.LargeStringArray
-    own: pa.LargeStringArray
+    count: int  # n
+    row: Ints  # (k,) int64, the row of each
+    part: Ints  # (k,) int64, the part of the row, as an index into `PARTS`
+    role: pa.LargeStringArray  # (k,) empty for texts and for messages without a role
+    text: pa.LargeStringArray  # (k,) the content, or the texts of its parts; empty where there is none
+    null: RowMask  # (k,) bool, the content is null
+    reasoning: pa.LargeStringArray  # (k,) null where there is none
+    arguments: Ints  # (k,) int64, `NONE`, `TEXT` or `OBJECT`
+    media: Ints  # (k, 3) int64, how many parts of the content are images, videos and audios
+    more: pa.LargeStringArray  # (k,) what else a template could print of the message, as JSON; or empty
+    own: pa.LargeStringArray  # (n,) the tools of each row and other arguments of its template, as JSON; or empty
 
     def __len__(self) -> int:
         return len(self.row)
 
     def rows_of(self, mask: RowMask) -> RowMask:
-        """(n,) bool: the rows of some messages.
-
-        Args:
-            mask: (k,) bool.
-        """
+        """(n,) bool: the rows of some messages, by a mask (k,)."""
         return mask_of(self.row[mask], self.count)
 
     def has_role(self, *roles: str) -> RowMask:
@@ -76,11 +58,8 @@ class FlatMessages:
         return found
 
     def is_answer(self, prompts: bool) -> RowMask:
-        """(k,) bool: completions, and in a conversation its last answer and what follows it.
-
-        Args:
-            prompts: the rows are prompts, which have no answers.
-        """
+        """(k,) bool: completions, and in a conversation its last answer and what follows it; nothing of rows that are
+        `prompts`."""
         if prompts:
             return np.zeros(len(self), np.bool_)
         number = np.arange(len(self))
@@ -91,11 +70,7 @@ class FlatMessages:
         return found
 
     def texts_of(self, mask: RowMask) -> pa.LargeStringArray:
-        """(n,) the texts of some messages of each row.
-
-        Args:
-            mask: (k,) bool, which messages.
-        """
+        """(n,) the texts of some messages of each row, by a mask (k,)."""
         return self._by_row(self.text, mask)
 
     def all_of(self, mask: RowMask) -> pa.LargeStringArray:
@@ -116,11 +91,7 @@ class FlatMessages:
 
 
 def flat_messages(column: pa.Array) -> FlatMessages:
-    """The messages of n rows.
-
-    Args:
-        column: (n,) texts, messages, structs of them by the names of `PARTS`, or any of these as JSON.
-    """
+    """The messages of n rows: texts, messages, structs of them by the names of `PARTS`, or any of these as JSON."""
     found = [_by_columns(part, number) for number, part in _parts_of(column)] if column.type != JSON_TYPE else [None]
     made = [each for each in found if each is not None]
     if len(made) < len(found):
@@ -223,41 +194,25 @@ def _in_order(parts: list[FlatMessages]) -> FlatMessages:
 # -- row by row ------------------------------------------------------------------------------------------------------
 
 
-class _Builder:
-    def __init__(self) -> None:
-        self.lists: dict[str, list[Any]] = {
-            name: [] for name in ("row", "part", "role", "text", "null", "reasoning", "arguments", "media", "more")
-        }
-        self.own: list[str | None] = []
-
-    def add(self, row: int, part: int, message: Any) -> None:
-        reasoning: str | None = None
-        others: dict[str, Any] = {}
-        if isinstance(message, str) or not isinstance(message, dict):
-            content, role, arguments = message, "", NONE
-        else:
-            content, role = message.get("content"), _text_in(message, "role") or ""
-            arguments = _arguments(message.get("tool_calls"))
-            reasoning = next(filter(None, (_text_in(message, name) for name in _REASONING)), None)
-            others = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
-        if not isinstance(content, str | None):
-            others["content"] = content
-        text, media = _text_of(content)
-        if reasoning is None and role == "assistant" and "<think>" in text:
-            found = text.partition("<think>")[2].partition("</think>")
-            reasoning = found[0] if found[1] and found[0].strip() else None
-        more = _written(others or None) or ""
-        values = (row, part, role, text, content is None, reasoning, arguments, media, more)
-        for into, value in zip(self.lists.values(), values, strict=True):
-            into.append(value)
-
-    def finish(self, count: int) -> FlatMessages:
-        lists = self.lists
-        numbers = {name: np.array(lists[name], np.int64) for name in ("row", "part", "arguments")}
-        texts = {name: _as_texts(lists[name]) for name in ("role", "text", "reasoning", "more")}
-        texts["own"] = _as_texts(self.own)
-        media = np.array(lists["media"], np.int64).reshape(-1, 3)
-        return FlatMessages(count=count, null=np.array(lists["null"], np.bool_), media=media, **numbers, **texts)
+def _described(row: int, part: int, message: Any) -> dict[str, Any]:
+    """What `FlatMessages` has of one message."""
+    reasoning: str | None = None
+    others: dict[str, Any] = {}
+    if not isinstance(message, dict):
+        content, role, arguments = message, "", NONE
+    else:
+        content, role = message.get("content"), _text_in(message, "role") or ""
+        arguments = _arguments(message.get("tool_calls"))
+        reasoning = next(filter(None, (_text_in(message, name) for name in _REASONING)), None)
+        others = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+    if not isinstance(content, str | None):
+        others["content"] = content
+    text, media = _text_of(content)
+    if reasoning is None and role == "assistant" and "<think>" in text:
+        inside, end, _ = text.partition("<think>")[2].partition("</think>")
+        reasoning = inside if end and inside.strip() else None
+    found = {"row": row, "part": part, "role": role, "text": text, "null": content is None, "reasoning": reasoning}
+    return found | {"arguments": arguments, "media": media, "more": _written(others or None) or ""}
 
 
 def _as_texts(values: list[str | None]) -> pa.LargeStringArray:
@@ -284,18 +239,22 @@ def _readable(column: pa.Array) -> list[Any]:
 
 
 def _by_rows(rows: list[Any]) -> FlatMessages:
-    made = _Builder()
+    made: list[dict[str, Any]] = []
+    every: list[str | None] = []
     for number, row in enumerate(rows):
         parts = row if isinstance(row, dict) else {"messages": row}
         own = {name: value for name, value in parts.items() if name not in PARTS and value is not None}
-        made.own.append(_written(own or None) or "")
+        every.append(_written(own or None) or "")
         for part, name in enumerate(PARTS):
             value = parts.get(name)
             if isinstance(value, str):
-                made.add(number, TEXT_PART if name == "messages" else part, value)
-            for message in value if isinstance(value, list) else ():
-                made.add(number, part, message)
-    return made.finish(len(rows))
+                made.append(_described(number, TEXT_PART if name == "messages" else part, value))
+            made += [_described(number, part, message) for message in (value if isinstance(value, list) else ())]
+    lists = {field.name: [each[field.name] for each in made] for field in fields(FlatMessages)[1:-1]}
+    numbers = {name: np.array(lists[name], np.int64) for name in ("row", "part", "arguments")}
+    texts = {name: _as_texts(lists[name]) for name in ("role", "text", "reasoning", "more")}
+    media, null = np.array(lists["media"], np.int64).reshape(-1, 3), np.array(lists["null"], np.bool_)
+    return FlatMessages(len(rows), **numbers, **texts, null=null, media=media, own=_as_texts(every))
 
 
 def _text_of(content: Any) -> tuple[str, tuple[int, int, int]]:

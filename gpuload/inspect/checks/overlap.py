@@ -70,20 +70,13 @@ class Grams:
         return Grams(self.grams[keep], self.prompts[keep], self.count)
 
     def select(self, prompts: npt.NDArray[np.bool_]) -> "Grams":
-        """Those of some prompts, with the same numbers.
-
-        Args:
-            prompts: (n,) bool.
-        """
+        """Those of some prompts, with the same numbers, by a mask (n,)."""
         keep = prompts[self.prompts]
         return Grams(self.grams[keep], self.prompts[keep], self.count)
 
 
 def overlapping(ours: Grams, others: Grams) -> tuple[Ints, Ints, npt.NDArray[np.float64]]:
-    """Prompts of which a large part is in one other prompt.
-
-    Args:
-        ours, others: without common 8-grams.
+    """Prompts of which a large part is in one other prompt. Both come without common 8-grams.
 
     Returns:
         (k,) the numbers of these prompts, ascending; of each, the other prompt that has most of it; and the share of
@@ -104,11 +97,16 @@ def overlapping(ours: Grams, others: Grams) -> tuple[Ints, Ints, npt.NDArray[np.
     return prompt[kept], other[kept], share[kept]
 
 
+def _bounds(texts: pa.LargeStringArray) -> Ints:
+    """(n + 1,) where each text begins in the bytes of the array."""
+    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+
+
 def _blocks(texts: pa.LargeStringArray) -> list[pa.LargeStringArray]:
-    sizes = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    bounds = _bounds(texts)
     parts, low = [], 0
     while low < len(texts):
-        high = max(low + 1, int(np.searchsorted(sizes, sizes[low] + _BLOCK, side="right")) - 1)
+        high = max(low + 1, int(np.searchsorted(bounds, bounds[low] + _BLOCK, side="right")) - 1)
         parts.append(texts.slice(low, high - low))
         low = high
     return parts
@@ -116,7 +114,7 @@ def _blocks(texts: pa.LargeStringArray) -> list[pa.LargeStringArray]:
 
 def _grams(texts: pa.LargeStringArray) -> Grams:
     """The 8-grams of some texts in lower case."""
-    bounds = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    bounds = _bounds(texts)
     data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[bounds[0] : bounds[-1]]
     bounds = bounds - bounds[0]
     begin, end = _words(data, bounds)
@@ -132,12 +130,7 @@ def _grams(texts: pa.LargeStringArray) -> Grams:
 
 
 def _words(data: npt.NDArray[np.uint8], bounds: Ints) -> tuple[Ints, Ints]:
-    """Where the words of some texts begin and end.
-
-    Args:
-        data: the bytes of all texts.
-        bounds: (n + 1,) where each begins.
-    """
+    """Where words begin and end in `data`, the bytes of all texts, each of which begins at one of `bounds` (n + 1,)."""
     word = _WORD[data]
     # Punctuation of U+2000 to U+206F and U+3000 to U+303F, and full-width signs, separate words, too.
     lead, second, third = data, _shifted(data, 1), _shifted(data, 2)

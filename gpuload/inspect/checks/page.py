@@ -11,11 +11,7 @@ _ROWS = 20  # numbers of rows that are shown of a finding
 
 
 def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> str:
-    """The page.
-
-    Args:
-        trainer, limit: as for `lines_for`.
-    """
+    """The page, with the lines of `lines_for`."""
     return template(__package__, some_rows).render(
         found=found,
         version=__version__,

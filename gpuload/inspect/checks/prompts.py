@@ -17,33 +17,20 @@ from gpuload.inspect.checks.rows import CheckedRows, Hit
 
 @dataclass(eq=False)
 class PromptTable:
-    """The prompts of a data set as numbers.
+    """The prompts of a data set as numbers."""
 
-    Attributes:
-        prompts: their rows are prompts, which have no answers.
-        grams: 8-grams are wanted, too.
-        question: of each row, the digest of what the user says.
-        prompt: of everything in front of the answer that a template could print, with roles and tools.
-        whole: of everything that a template could print.
-        file: the number of its file.
-        parts: the 8-grams of what users say.
-    """
-
-    prompts: bool
-    grams: bool
+    prompts: bool  # their rows are prompts, which have no answers
+    grams: bool  # 8-grams are wanted, too
+    # Digests of each row: of what the user says, of everything in front of the answer that a template could print, with
+    # roles and tools, and of everything that it could print.
     question: list[Ints] = field(default_factory=list)
     prompt: list[Ints] = field(default_factory=list)
     whole: list[Ints] = field(default_factory=list)
-    file: list[Ints] = field(default_factory=list)
-    parts: list[Grams] = field(default_factory=list)
+    file: list[Ints] = field(default_factory=list)  # the number of the file of each row
+    parts: list[Grams] = field(default_factory=list)  # the 8-grams of what users say
 
     def add(self, messages: FlatMessages, file: int, excluded: RowMask | None = None) -> None:
-        """Adds rows.
-
-        Args:
-            file: the number of their file.
-            excluded: (n,) bool, rows that are not compared, such as those with images.
-        """
+        """Adds rows of file number `file`. `excluded` (n,) ones are not compared, such as those with images."""
         ours = ~messages.is_answer(self.prompts)
         every = np.ones(len(messages), np.bool_)
         asked = ours & ~messages.has_role("system", "developer", "assistant", "tool", "function")
@@ -70,11 +57,8 @@ def _blank(texts: pa.LargeStringArray) -> RowMask:
 
 
 def empty_prompts(rows: CheckedRows, prompts: bool) -> Hit:
-    """Rows that are not dropped, and whose prompt has no text, image or anything else.
-
-    Args:
-        prompts: the rows are prompts, which have no answers.
-    """
+    """Rows that are not dropped, and whose prompt has no text, image or anything else. Rows that are `prompts` have no
+    answers."""
     messages = rows.messages
     ours = ~messages.is_answer(prompts)
     said = ours & ~messages.has_role("system", "developer")
@@ -88,11 +72,7 @@ def empty_prompts(rows: CheckedRows, prompts: bool) -> Hit:
 
 
 def duplicates(table: PromptTable, place: Callable[[int], str]) -> Iterator[Hit]:
-    """Rows and prompts that an earlier row has, too.
-
-    Args:
-        place: the number of a row, over all files → its place, as text.
-    """
+    """Rows and prompts that an earlier row has, too. `place` is from `run.places_of`."""
     prompt, whole = np.concatenate(table.prompt), np.concatenate(table.whole)
     same, first = _repeated(prompt)
     if table.prompts:
@@ -116,9 +96,7 @@ def elsewhere(
 ) -> Iterator[Hit]:
     """Prompts that another file has, too, or of which half is in a prompt of another file.
 
-    Args:
-        others: of the other data; None to compare the files of ours with each other.
-        place, other_place: the number of a row → its place, of ours and of the others.
+    Without `others`, the files of ours are compared with each other. The places are from `run.places_of`.
     """
     question, file = np.concatenate(ours.question), np.concatenate(ours.file)
     grams = Grams.joined(ours.parts)

@@ -49,51 +49,37 @@ def over_the_limit(lengths: npt.NDArray[np.int64], limit: int) -> Hit:
 
 
 class Collected:
-    """The rows that checks have found so far.
-
-    Args:
-        place: number of a row, over all files → its file and its number there, as text.
-    """
+    """The rows that checks have found so far. `place` is from `run.places_of`."""
 
     def __init__(self, place: Callable[[int], str]):
         self._place = place
-        self._rows: dict[tuple[str, Level | None], list[Any]] = {}
-        self._examples: dict[tuple[str, Level | None], str] = {}
+        self._found: dict[tuple[str, Level | None], tuple[str, list[Any]]] = {}  # the example, and numbers of rows
         self._notes: list[tuple[str, int, str]] = []
 
     def add(self, hit: Hit, first: int) -> None:
-        """Adds some rows.
-
-        Args:
-            first: the number, over all files, of row 0 of the hit.
-        """
+        """Adds some rows: row 0 of the hit is number `first` over all files."""
         found = np.flatnonzero(hit.rows)
         if not len(found):
             return
         key = (hit.check, hit.level)
-        self._rows.setdefault(key, []).append(found + first)
-        if key not in self._examples:
+        if key not in self._found:
             row = int(found[0])
             detail = hit.detail(row)
-            self._examples[key] = f"{self._place(row + first)}{f': {detail}' if detail else ''}"
+            self._found[key] = f"{self._place(row + first)}{f': {detail}' if detail else ''}", []
+        self._found[key][1].append(found + first)
 
     def note(self, check: str, count: int, example: str) -> None:
         """Adds rows whose numbers are not known."""
         self._notes.append((check, count, example))
 
     def findings(self, total: int) -> list[Finding]:
-        """What was found.
-
-        Args:
-            total: the number of all rows.
-        """
+        """What was found in a `total` of so many rows."""
         made = [
             Finding(check, RULES[check].level(count, total), [], count, example, RULES[check].remedy)
             for check, count, example in self._notes
         ]
-        for key, parts in self._rows.items():
-            check, level = key
+        for (check, level), (example, parts) in self._found.items():
             rows, rule = np.concatenate(parts).tolist(), RULES[check]
             level = level or rule.level(len(rows), total)
-            made.append(Finding(check, level, rows, len(rows), self._examples[key], rule.remedy))
+            made.append(Finding(check, level, rows, len(rows), example, rule.remedy))
         return made

@@ -41,37 +41,21 @@ SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """What a check has found.
+    """What a check has found."""
 
-    Attributes:
-        findings: errors first.
-        files: the names of the files.
-        rows: how many rows there are.
-        kind: "prompts", "chats" or "pairs".
-        loss_on: what is learned, in chats.
-        lengths: (m,) int64, the tokens of rows that a load without a limit keeps, ascending.
-        tokenizer: its name.
-        prompt_key: the column with prompts, or with messages.
-        format: of chats and pairs.
-        options: those that were given and are not defaults, as `load`, `load_chats` or `load_pairs` takes them.
-        overlong: what becomes of rows that are too long.
-        tools: the rows have a column of tools.
-        other_messages: a column `messages` is there, too, and is not the one that was checked.
-    """
-
-    findings: list[Finding]
-    files: list[str]
-    rows: int
+    findings: list[Finding]  # errors first
+    files: list[str]  # their names
+    rows: int  # how many there are
     kind: KindName
-    loss_on: str | None
-    lengths: np.ndarray[Any, np.dtype[np.int64]]
-    tokenizer: str
-    prompt_key: str
-    format: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    overlong: Overlong = "drop"
-    tools: bool = False
-    other_messages: bool = False
+    loss_on: str | None  # what is learned, in chats
+    lengths: np.ndarray[Any, np.dtype[np.int64]]  # (m,) tokens of rows that a load without a limit keeps, ascending
+    tokenizer: str  # its name
+    prompt_key: str  # the column with prompts, or with messages
+    format: str | None = None  # of chats and pairs
+    options: Mapping[str, Any] = field(default_factory=dict)  # as loads take them: given ones that are not defaults
+    overlong: Overlong = "drop"  # what becomes of rows that are too long
+    tools: bool = False  # the rows have a column of tools
+    other_messages: bool = False  # a column `messages` is there, too, and is not the one that was checked
 
     @property
     def passed(self) -> list[str]:
@@ -171,18 +155,26 @@ def checked(
     run.over_all_rows()
     if others is not None:
         run.compare(*others)
-    findings = [*run.collected.findings(run.total), *_single_groups(job.sources)]
-    names = [source.name for source in job.sources]
-    lengths = np.sort(np.concatenate(run.lengths)) if run.lengths else np.zeros(0, np.int64)
-    learned, found = getattr(job.kind, "loss_on", None), getattr(job.kind, "format", None)
+    found = getattr(job.kind, "format", None)
     key = options.get("messages_key") or _COLUMNS.get(found or "", job.options.prompt_key)
     given = {name: options[name] for name in options if name in _own_options(job) and _is_given(name, options[name])}
     if labeled_format(job):  # a load asks for it
         given["format"] = found
-    tools = TOOLS in {name for source in job.sources for name in replaced_columns(source)}
-    other = key != "messages" and any("messages" in source.schema.names for source in job.sources)
-    known = (names, run.total, job.kind.name, learned, lengths, job.reference.name, key, found, given, overlong, tools)
-    return Checked(in_order(findings), *known, other)
+    return Checked(
+        in_order([*run.collected.findings(run.total), *_single_groups(job.sources)]),
+        [source.name for source in job.sources],
+        run.total,
+        job.kind.name,
+        getattr(job.kind, "loss_on", None),
+        np.sort(np.concatenate([np.zeros(0, np.int64), *run.lengths])),
+        job.reference.name,
+        key,
+        found,
+        given,
+        overlong,
+        tools=any(TOOLS in replaced_columns(source) for source in job.sources),
+        other_messages=key != "messages" and any("messages" in source.schema.names for source in job.sources),
+    )
 
 
 _COLUMNS = {"sharegpt": "conversations", "text": "text"}
@@ -243,7 +235,11 @@ class _Pass:
                     self._table.add(rows.messages, number, has_media(rows.messages, rows.table))
                 first += source.num_rows
         check_unchanged(job.sources)
-        self._verified()
+        if wrong := self._verifier.check.mismatches:
+            self.collected.note("tokens differ", len(wrong), wrong[0])
+        for finder in self._verifier.finders:
+            for note in finder.notes:
+                self.collected.note(finder.check, finder.found, note)
         for hit in duplicates(self._table, self.place):
             self.collected.add(hit, 0)
         if len(job.sources) > 1:
@@ -322,14 +318,6 @@ class _Pass:
         why = f"no token with loss is within the limit of {limit:,}"
         return replace(rows, tokens=tokens, cut=cut), Hit("no loss", lost, lambda row: why)
 
-    def _verified(self) -> None:
-        found = self._verifier
-        if found.check.mismatches:
-            self.collected.note("tokens differ", len(found.check.mismatches), found.check.mismatches[0])
-        for finder in found.finders:
-            for note in finder.notes:
-                self.collected.note(finder.check, finder.found, note)
-
 
 def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[PromptTable, Callable[[int], str]]:
     """The prompts of other data, of whatever kind, and the places of its rows."""
@@ -345,11 +333,8 @@ def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[Prompt
 
 
 def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int], str]:
-    """The number of a row, over all sources → its file and its number there, as text.
-
-    Args:
-        short: leave out the name of a single file.
-    """
+    """The number of a row, over all sources → its file and its number there, as text. A `short` one has no name of a
+    single file."""
     starts = np.cumsum([0, *(source.num_rows for source in sources)])
 
     def place(row: int) -> str:

@@ -28,13 +28,8 @@ class ServedPart:
     text: pa.LargeStringArray  # (n,) the texts of the rows of each conversation; null for those without rows
 
     def hits(self, checks: TokenChecks, limit: int | None, side: Truncation | None) -> Iterator[Hit]:
-        """What is found in these rows, by conversation.
-
-        Args:
-            checks: of tokens.
-            limit: the most tokens of a row; None for no limit.
-            side: the end of longer rows that is cut; None: they are dropped.
-        """
+        """What checks of tokens find in these rows, by conversation. Of rows over the limit, if any, one `side` is cut;
+        None: they are dropped."""
         rows, lengths, headers = self.rows, self.rows.tokens[0].lengths, self.headers
         if limit is not None:
             yield self._by_conversation(over_the_limit(lengths, limit), show_turn=True)
@@ -83,14 +78,8 @@ def served_part(
     rendered: pa.LargeStringArray,
     stored: Ragged,
 ) -> ServedPart:
-    """The rows as served of n conversations.
-
-    Args:
-        reference: the tokenizer.
-        first, table, column: as for `CheckedRows`.
-        rendered: (n,) what was encoded of each conversation, if that is known.
-        stored: the conversations, as they are stored.
-    """
+    """The rows as served of n conversations, of which `rendered` (n,) was encoded, where that is known, and which are
+    `stored`. For the others see `CheckedRows`."""
     tokens, headers = rows_in(stored)
     of = headers.conversation
     until = messages_until(column, of, headers.rows[:, 1])

@@ -34,10 +34,8 @@ _MOST_SHAPES = 256  # of rows with null contents that are rendered twice
 class TextChecks:
     """Checks of the messages of rows.
 
-    Args:
-        reference: the tokenizer.
-        label: the column that says which answers are good ones, in data for SFT; None if there is none.
-        inserts_placeholders: the trainer inserts placeholders into rows that have none.
+    `label` is the column that says which answers are good ones, in data for SFT, if there is one. If a trainer
+    `inserts_placeholders`, rows may have none.
     """
 
     def __init__(self, reference: Reference, label: str | None, inserts_placeholders: bool):
@@ -59,9 +57,9 @@ class TextChecks:
         yield self._null(rows)
 
     def _dropped(self, rows: CheckedRows) -> Iterator[Hit]:
-        for check, reasons in (("rows dropped", rows.rejected), ("no loss", rows.useless)):
-            some = [row for row in reasons if check == "rows dropped" or row not in rows.rejected]
-            yield Hit(check, mask_of(some, rows.messages.count), lambda row, reasons=reasons: reasons[row])  # type: ignore[misc]
+        count, rejected, useless = rows.messages.count, rows.rejected, rows.useless
+        yield Hit("rows dropped", mask_of(rejected, count), rejected.__getitem__)
+        yield Hit("no loss", mask_of(useless.keys() - rejected.keys(), count), useless.__getitem__)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -87,11 +85,11 @@ class TextChecks:
 
     def _unknown_roles(self, messages: FlatMessages) -> Hit:
         found = ~messages.has_role(*_ROLES, "")
-        return Hit(
-            "unknown roles",
-            messages.rows_of(found),
-            lambda row: f"role {messages.role[_first(messages, found, row)].as_py()!r:.60}",
-        )
+
+        def detail(row: int) -> str:
+            return f"role {messages.role[_first(messages, found, row)].as_py()!r:.60}"
+
+        return Hit("unknown roles", messages.rows_of(found), detail)
 
     @cached_property
     def _forms(self) -> tuple[bool, bool]:
@@ -187,11 +185,8 @@ class TextChecks:
 
 
 def has_media(messages: FlatMessages, others: pa.Table) -> RowMask:
-    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked.
-
-    Args:
-        others: the other columns of the rows.
-    """
+    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked. `others` are their
+    other columns."""
     found = messages.rows_of(messages.media.sum(axis=1) > 0)
     for name in itertools.chain(*_COLUMNS):
         if name in others.schema.names:

@@ -24,13 +24,8 @@ _THINKING = r"<think>\s*</think>"
 
 
 class TokenChecks:
-    """Checks of what one tokenizer makes of rows.
-
-    Args:
-        reference: the tokenizer.
-        kind: "prompts", "chats" or "pairs".
-        everything_learned: all tokens are to be learned, as in plain text.
-    """
+    """Checks of what one tokenizer makes of rows of a kind ("prompts", "chats" or "pairs"). All tokens may be learned,
+    as in plain text."""
 
     def __init__(self, reference: Reference, kind: str, everything_learned: bool):
         self._reference, self._kind, self._everything = reference, kind, everything_learned
@@ -69,11 +64,8 @@ class TokenChecks:
             yield self._inserted(rows)
 
     def _any(self, check: str, rows: CheckedRows, test: Any) -> Hit:
-        """The rows that have a place in one of their sequences.
-
-        Args:
-            test: tokens → (n,) int64, the place in each row, -1 for none.
-        """
+        """The rows that have a place in one of their sequences. `test` makes of tokens the place in each row, (n,)
+        int64, -1 for none."""
         found = [test(tokens) for tokens in rows.tokens]
 
         def detail(row: int) -> str:

@@ -155,26 +155,20 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
             nbytes=nbytes,
             content=lambda _: content,
         ) as cache:
-            rows = cache.find(lambda found: differs(found.ids, found.others))
-            if rows is None:
-                loading = {name: value for name, value in options.items() if name in _OF_LOADS}
+            loading = {name: value for name, value in options.items() if name in _OF_LOADS}
+
+            def make() -> tuple[MessageRows, None]:
                 made = marked(chats, tokenizer, blocks, loading)
-                joined = MessageRows.joined([made], np.array([chat.row for chat in chats], np.int64), others)
-                why = differs(joined.ids, joined.fallback)
-                if why is not None:
-                    return why
-                cache.add(joined.ids, joined.fallback, joined.rendering)
-                rows = cache.finish()
-                self._rows = shared(rows.ids)
-            cache.log(logger, rows)
+                return MessageRows.joined([made], np.array([chat.row for chat in chats], np.int64), others), None
+
+            rows = cache.find_or_make(lambda found: differs(found.ids, found.others), make, logger)
+        if isinstance(rows, str):
+            return rows
+        self._rows = shared(rows.ids)
         return None
 
     def _chats(self, others: dict[int, str]) -> Iterator[Chat]:
-        """The conversations that can be tokenized by columns.
-
-        Args:
-            others: row → why it cannot be; filled here.
-        """
+        """The conversations that can be tokenized by columns; `others` gets the reason for each other row."""
         one_system = isinstance(self.tokenizer, STOCK["NeMoAutoTokenizerWithBosEosEnforced"])
         for number, row in enumerate(self.dataset):
             try:
@@ -192,13 +186,10 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     def _difference(
         self, chats: Sequence[Chat], changed: str | None, made: Ragged | DiskTokens, others: Mapping[int, str]
     ) -> str | None:
-        """Use these rows, and say how some of them differ from Automodel's, or why there are none.
+        """Use the ids `made` of all rows, and say how some of them differ from Automodel's, or why there are none.
 
-        Args:
-            chats: the conversations that can be tokenized by columns.
-            changed: from `known_code.change`.
-            made: the ids of all rows, with a bit for loss.
-            others: rows that Automodel has to prepare.
+        `chats` can be tokenized by columns, `others` have to be prepared by Automodel, and `changed` is from
+        `known_code.change`.
         """
         self._rows = shared(made)
         log_own_rows(logger, "Automodel", Counter(others.values()), len(self))
@@ -250,11 +241,7 @@ def _plain(tokenizer: Any) -> Any:
 
 
 def _messages_of(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages and tools of a row, by Automodel's functions.
-
-    Raises:
-        Exception: as Automodel's class for this row, or of another kind if the row has another form.
-    """
+    """Messages and tools of a row, by Automodel's functions, which may raise anything."""
     messages = row.get("messages")
     if messages is None:
         messages = STOCK["_conversations_to_messages"](row["conversations"])

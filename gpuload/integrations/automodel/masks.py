@@ -44,16 +44,10 @@ class Chat:
 
 
 def marked(chats: Sequence[Chat], tokenizer: Any, blocks: bool, options: Mapping[str, Any]) -> MessageRows:
-    """Tokenize conversations.
-
-    Args:
-        chats: n conversations.
-        tokenizer: a transformers tokenizer with one chat template.
-        blocks: whether the template has `{% generation %}` blocks.
-        options: of `load_chats`.
+    """Tokenize conversations, with options of `load_chats`. The template has `{% generation %}` blocks or not.
 
     Returns:
-        n rows, without ids for those that Automodel has to prepare itself.
+        A row for each, without ids for those that Automodel has to prepare itself.
 
     Raises:
         GpuloadError: as `load_chats`.

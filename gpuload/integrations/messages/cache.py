@@ -36,6 +36,7 @@ from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
 from gpuload.core.options import Options
 from gpuload.engines.protocol import RowCounts, Tokenized
 from gpuload.integrations.known_code import digest
+from gpuload.integrations.messages.rows import MessageRows
 from gpuload.pipeline.room import choose_disk
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
@@ -111,18 +112,15 @@ class Rule:
         return repr([self.trainer, code, settings]).encode(errors="backslashreplace"), None
 
 
+_Unequal = Callable[[StoredRows], str | None]
+_Make = Callable[[], tuple[MessageRows, pa.Table | None]]
+
+
 class RowCache:
     """The cache of one dataset, for one start: a context manager, which removes what is unfinished.
 
-    Args:
-        options: `token_cache`, `token_cache_bytes`, `cache_dir`, `store` and `verify` are used.
-        reference: the tokenizer with its template.
-        rule: see `Rule`.
-        name: of the data, for lists of what is cached.
-        rows: n, how many there are.
-        nbytes: about how many bytes their ids and columns take: ids as many as their texts.
-        content: digest of everything that rows are made of. `TokenCache.content` remembers that of a file. It is
-            computed again before rows become an entry, and must be the same.
+    `content` is a digest of everything that rows are made of. `TokenCache.content` remembers that of a file. It is
+    computed again before rows become an entry, and must be the same.
 
     Raises:
         StoreError: a store on disk is asked for, and there is too little space for it.
@@ -130,13 +128,13 @@ class RowCache:
 
     def __init__(
         self,
-        options: Options,
-        reference: Reference,
+        options: Options,  # `token_cache`, `token_cache_bytes`, `cache_dir`, `store` and `verify` are used
+        reference: Reference,  # the tokenizer with its template
         rule: Rule,
         *,
-        name: str,
-        rows: int,
-        nbytes: int,
+        name: str,  # of the data, for lists of what is cached
+        rows: int,  # n, how many there are
+        nbytes: int,  # about how many bytes their ids and columns take: ids as many as their texts
         content: Callable[[TokenCache], bytes],
     ):
         identity, unknown = rule.identity()
@@ -197,13 +195,7 @@ class RowCache:
         where = [f"ids are on disk, in {self._cache.directory}"] if self._on_disk else []
         return [*where, *self._notes, *self._cache.notes]
 
-    def log(self, logger: logging.Logger, rows: StoredRows) -> None:
-        """Says where rows are from, and why they are not cached or not in memory."""
-        from_cache = ["rows are from the cache"] if rows.found else []
-        for note in [*from_cache, *self.notes]:
-            logger.info("gpuload: %s", note)
-
-    def find(self, unequal: Callable[[StoredRows], str | None]) -> StoredRows | None:
+    def find(self, unequal: _Unequal) -> StoredRows | None:
         """The rows that an earlier start has made; None if they have to be made.
 
         `unequal` compares a sample of them with the trainer's, and returns which row differs. An entry with such a row,
@@ -225,6 +217,21 @@ class RowCache:
                 path.unlink(missing_ok=True)
         self._look_up(self._on_disk)
         return None
+
+    def find_or_make(self, unequal: _Unequal, make: _Make, logger: logging.Logger) -> StoredRows | str:
+        """The rows that an earlier start has made, or those that `make` returns, with their columns, all at once; or
+        which row of these differs from the trainer's, see `find`."""
+        rows = self.find(unequal)
+        if rows is None:
+            made, columns = make()
+            tables = [] if columns is None else [columns]
+            if why := unequal(StoredRows(made.ids, made.fallback, columns=Columns(tables))):
+                return why
+            self.add(made.ids, made.fallback, made.rendering, columns)
+            rows = self.finish()
+        for note in [*["rows are from the cache"] * rows.found, *self.notes]:
+            logger.info("gpuload: %s", note)
+        return rows
 
     def add(
         self,

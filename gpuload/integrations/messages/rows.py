@@ -116,10 +116,8 @@ def without(ids: Ragged, rows: Iterable[int]) -> Ragged:
 def trimmed(ids: Ragged, turns: MessageTurns, front: RowNumbers, loss_from: RowNumbers, back: Any = 0) -> Ragged:
     """The rule "trim": a row is what remains of its turns, without what the template adds to each.
 
-    Args:
-        ids: the ids of t turns.
-        front, back: (t,) how many ids are removed at the start of each turn, and at its end.
-        loss_from: (t,) how many ids of the rest have no loss; the others have a bit for it.
+    Of the ids of t turns, `front` and `back` (t,) are removed at the start of each, and at its end. Of the rest, the
+    first `loss_from` (t,) have no loss; the others have a bit for it.
     """
     rest = np.maximum(ids.lengths - front - back, 0)
     # Position of each id in the part of its turn that is kept; negative if it is removed at the front.

@@ -29,12 +29,9 @@ Arguments = Mapping[str, Any]  # of `apply_chat_template`, for one piece; withou
 
 
 class Template:
-    """The chat template with fixed arguments. Compiled once enough pieces need it.
+    """The chat template with fixed arguments of `apply_chat_template`. Compiled once enough pieces need it.
 
-    Args:
-        arguments: of `apply_chat_template`; `chat_template` replaces the tokenizer's own.
-        instant: the time of day that the template sees.
-        without_tools: the same without tools, if it has any.
+    `instant` is the time of day that it sees; `without_tools` is the same without tools, if it has any.
 
     Attributes:
         reference: the tokenizer with these arguments.

@@ -12,23 +12,11 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class MessageTurns:
-    """The t turns of n conversations: their messages, unless several are joined.
-
-    Args:
-        column: (n,) list or large_list of struct<role, ...>.
-        joined: consecutive messages of this role are one turn.
-
-    Attributes:
-        messages: (m,) structs, the messages of all conversations.
-        counts: (n,) number of messages of each row; 0 for a null.
-        start: (t,) number of the first message.
-        size: (t,) number of messages.
-        row: (t,) row.
-        opening: (t,) whether it is the first turn of its row.
-    """
+    """The t turns of n conversations, lists of struct<role, ...>: their messages, unless those of a role are joined."""
 
     def __init__(self, column: pa.Array, joined: str | None = None):
-        self.messages = column.flatten()
+        self.messages = column.flatten()  # (m,) structs, of all conversations
+        # (n,) number of messages of each row; 0 for a null.
         self.counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
         row = np.repeat(np.arange(len(self.counts)), self.counts)
         self._role = self.messages.field("role").cast(pa.large_string())
@@ -36,9 +24,9 @@ class MessageTurns:
         if joined is not None:
             same = _is_equal(self._role, joined)
             starts[1:] = first[1:] | ~(same[1:] & same[:-1])
-        self.start = np.flatnonzero(starts)
-        self.size = np.diff(np.append(self.start, len(row)))
-        self.row, self.opening = row[self.start], first[self.start]
+        self.start = np.flatnonzero(starts)  # (t,) number of the first message
+        self.size = np.diff(np.append(self.start, len(row)))  # (t,) number of messages
+        self.row, self.opening = row[self.start], first[self.start]  # (t,) row, and whether it is the row's first turn
         self._role = self._role.take(pa.array(self.start))
 
     def is_role(self, name: str) -> Flags:

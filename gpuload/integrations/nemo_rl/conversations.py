@@ -42,25 +42,15 @@ class MessageSettings:
 
 @dataclass(frozen=True)
 class NemoConversations:
-    """A map-style dataset of n conversations, of the N that were read.
+    """A map-style dataset of n conversations, of the N that were read."""
 
-    Attributes:
-        task_name: of all rows.
-        numbers: (n,) int64, which of the N rows it has.
-        ids: N rows, the ids of all messages one after the other; none for rows that NeMo-RL tokenizes.
-        columns: N rows: `texts`, what the template makes of messages, and `sizes`, how many ids each of them has.
-        chats: (N,) the messages as NeMo-RL renders them.
-        raw: (N,) the rows as they were read.
-        fallback: number of a row that NeMo-RL tokenizes → why.
-    """
-
-    task_name: str
-    numbers: torch.Tensor
-    ids: SharedRows | DiskTokens
-    columns: Columns
-    chats: "Sequence[Any] | FormattedChats"
-    raw: Sequence[Any]
-    fallback: Mapping[int, str]
+    task_name: str  # of all rows
+    numbers: torch.Tensor  # (n,) int64, which of the N rows it has
+    ids: SharedRows | DiskTokens  # N rows, of all messages one after the other; none for rows that NeMo-RL tokenizes
+    columns: Columns  # N rows: `texts`, what the template makes of messages, and `sizes`, how many ids each of them has
+    chats: "Sequence[Any] | FormattedChats"  # (N,) the messages as NeMo-RL renders them
+    raw: Sequence[Any]  # (N,) the rows as they were read
+    fallback: Mapping[int, str]  # number of a row that NeMo-RL tokenizes → why
 
     @classmethod
     def of(
@@ -71,15 +61,7 @@ class NemoConversations:
         task_name: str,
         limit: int | None,
     ) -> "NemoConversations":
-        """Those of fewer than `limit` tokens, and those that NeMo-RL tokenizes.
-
-        Args:
-            rows: N rows, with columns.
-            limit: None to drop none.
-
-        Raises:
-            DataError: all conversations were dropped.
-        """
+        """The rows of fewer than `limit` tokens, and those that NeMo-RL tokenizes; a `DataError` if none is kept."""
         lengths = rows.ids.lengths
         kept = np.ones(len(lengths), bool) if limit is None else lengths < limit
         kept[list(rows.others)] = True
@@ -134,11 +116,8 @@ class FormattedChats:
 
 
 def templates_of(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Templates:
-    """The tokenizer with its template and constants for it.
-
-    Raises:
-        TokenizerError: as for `gpuload.load`, or the tokenizer encodes texts in its own way.
-    """
+    """The tokenizer with its template and constants for it. A `TokenizerError` as for `gpuload.load`, or if the
+    tokenizer encodes texts in its own way."""
     templates = Templates(tokenizer, template_kwargs)
     if not templates.encodes_rendered_text:
         raise TokenizerError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
@@ -153,13 +132,10 @@ def tokenized_conversations(
     tools: Mapping[int, Any],
     others: Mapping[int, str],
 ) -> tuple[MessageRows, pa.Table]:
-    """Tokenize conversations by columns.
+    """Tokenize n conversations by columns.
 
     Args:
-        chats: n conversations.
-        tokenizer: a transformers tokenizer.
-        templates: the same with its template.
-        settings: NeMo-RL's.
+        templates: the tokenizer with its template.
         tools: row → its tools; others have none.
         others: row → why NeMo-RL has to tokenize it.
 
@@ -232,11 +208,8 @@ def _shared(data: np.ndarray[Any, Any], offsets: RowNumbers) -> RowNumbers:
 def _with_ends(
     texts: pa.LargeStringArray, first: RowNumbers, tokenizer: Any, settings: MessageSettings
 ) -> pa.LargeStringArray:
-    """The same texts with BOS and EOS tokens, where they are not there already.
-
-    Args:
-        first: (n + 1,) number of the first text of each conversation.
-    """
+    """The same texts with BOS and EOS tokens, where they are not there already. `first` (n + 1,) are the numbers of the
+    first text of each conversation."""
     bos, eos, nothing = tokenizer.bos_token, tokenizer.eos_token, pa.scalar("", pa.large_string())
     if settings.add_bos and bos is not None:
         wanted = mask_of(first[:-1], len(texts)) & ~np.asarray(pc.starts_with(texts, bos), bool)
@@ -266,11 +239,8 @@ class ConversationProcessor:
         idx: int,
         **settings: bool,
     ) -> dict[str, Any]:
-        """Returns a DatumSpec, as NeMo-RL's processor does.
-
-        Raises:
-            OptionError: NeMo-RL uses another tokenizer or other settings.
-        """
+        """Returns a DatumSpec, as NeMo-RL's processor does; an `OptionError` if NeMo-RL uses another tokenizer or other
+        settings."""
         check_tokenizer(tokenizer, self.tokenizer)
         if replace(self.settings, **settings) != self.settings:
             name = next(name for name, value in settings.items() if value != getattr(self.settings, name))

@@ -13,6 +13,7 @@ all rows; also if a part of it has moved. The sample has rows of every shape if 
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -45,7 +46,6 @@ from gpuload.integrations.nemo_rl.conversations import (
 )
 from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, identity, tokenized
 from gpuload.kinds.chats.formats import messages_column
-from gpuload.sources.columns import Columns
 
 STOCK, PROBLEM = imported(NAMES)
 
@@ -87,16 +87,11 @@ class _TokenizedOnce:
     def set_processor(self) -> None:
         """Tokenize the rows. NeMo-RL calls this after `set_task_spec`."""
         super().set_processor()  # type: ignore[misc]
-        why = self._unsupported()
-        made: list[_Made | None] = []
-        if why is None:
-            try:
-                parts = [self._tokenized(part) for part in (self.dataset, self.val_dataset)]
-            except TokenizerError as error:
-                parts = [str(error)]
-            why = next((part for part in parts if isinstance(part, str)), None)
-            made = [part for part in parts if not isinstance(part, str)]
-        if why is not None:
+        try:
+            made = [self._unsupported() or self._tokenized(part) for part in (self.dataset, self.val_dataset)]
+        except TokenizerError as error:
+            made = [str(error)]
+        if why := next((each for each in made if isinstance(each, str)), None):
             log_fallback(logger, f"NeMo-RL for {self.task_name}", why)
             return
         ignored = {
@@ -189,15 +184,10 @@ class _TokenizedOnce:
             nbytes=2 * nbytes,  # ids, and texts
             content=lambda _: content,
         ) as cache:
-            stored = cache.find(differs)
-            if stored is None:
-                made, columns = tokenized_conversations(chats, tokenizer, templates, self._messages, tools, others)
-                why = differs(StoredRows(made.ids, made.fallback, columns=Columns([columns])))
-                if why is not None:
-                    return why
-                cache.add(made.ids, made.fallback, made.rendering, columns)
-                stored = cache.finish()
-            cache.log(logger, stored)
+            make = partial(tokenized_conversations, chats, tokenizer, templates, self._messages, tools, others)
+            stored = cache.find_or_make(differs, make, logger)
+        if isinstance(stored, str):
+            return stored
         log_own_rows(logger, "NeMo-RL", Counter(stored.others.values()), len(chats))
         return held(stored, later if isinstance(stored.ids, DiskTokens) else chats)
 

@@ -48,16 +48,8 @@ def tokenized(
     limit: int | None,
     options: Mapping[str, Any],
 ) -> TokenizedPrompts:
-    """Tokenize prompts by columns, and drop those of `limit` tokens or more.
-
-    Args:
-        conversations: n lists of messages.
-        answers: (n,) the ground truth of each.
-        task_name: of all rows.
-        tokenizer: a transformers tokenizer.
-        template_kwargs: constants for the chat template.
-        limit: None to drop no prompt.
-        options: of `gpuload.load`.
+    """Tokenize n prompts by columns, and drop those of `limit` tokens or more, if it is not None. Options are those of
+    `gpuload.load`.
 
     Raises:
         DataError: prompts cannot be rendered, or all were dropped.
@@ -93,14 +85,8 @@ def identity(tokenizer: Any) -> tuple[Any, ...]:
 
 
 def check_tokenizer(tokenizer: Any, own: tuple[Any, ...]) -> None:
-    """Checks that NeMo-RL trains with the tokenizer that has made the ids.
-
-    Args:
-        own: `identity` of that one.
-
-    Raises:
-        OptionError: it is another one.
-    """
+    """Checks that NeMo-RL trains with the tokenizer that has made the ids, whose `identity` is `own`; an `OptionError`
+    if not."""
     if identity(tokenizer) != own:
         raise OptionError(
             f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
@@ -117,11 +103,7 @@ class PromptProcessor:
     def __call__(
         self, datum_dict: Mapping[str, Any], task_data_spec: Any, tokenizer: Any, max_seq_length: int, idx: int
     ) -> dict[str, Any]:
-        """Returns a DatumSpec, as NeMo-RL's processor does.
-
-        Raises:
-            OptionError: NeMo-RL uses another tokenizer.
-        """
+        """Returns a DatumSpec, as NeMo-RL's processor does; an `OptionError` if NeMo-RL uses another tokenizer."""
         check_tokenizer(tokenizer, self.tokenizer)
         ids = datum_dict["token_ids"]
         length = len(ids)

@@ -40,11 +40,7 @@ SFT_NAMES = {
 
 
 def contract_problem(dataset: Any, sample: Any) -> str | None:
-    """Why this slime is not supported; None if it is.
-
-    Args:
-        dataset, sample: slime's classes.
-    """
+    """Why this slime, with these classes, is not supported; None if it is."""
     missing = [name for name in SAMPLE_FIELDS if name not in sample.__dataclass_fields__]
     return problem({"slime's Dataset": (dataset, DATASET_PARAMETERS)}) or (
         f"slime's Sample has no {missing[0]}" if missing else None

@@ -85,10 +85,8 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
 def _opened(args: Any, stock: Mapping[str, Any]) -> tuple[Any, Any]:
     """The tokenizer and the processor, or None, of the checkpoint, by slime's functions.
 
-    slime runs the code of a checkpoint without being asked to. The data source runs it if that is asked for.
-
-    Raises:
-        DataError: they may be others than slime's, because code of the checkpoint was not run.
+    slime runs the code of a checkpoint without being asked to. The data source runs it if that is asked for: without, a
+    `DataError` if they may be others than slime's.
     """
     checkpoint, trusted = args.hf_checkpoint, bool(getattr(args, "trust_remote_code", False))
     try:

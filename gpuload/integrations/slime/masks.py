@@ -42,11 +42,6 @@ Rule = Callable[[pa.Array, Sequence[Arguments]], MessageRows]
 class MaskedConversations:
     """n conversations with one of slime's loss masks.
 
-    Args:
-        args: slime's arguments.
-        tokenizer: of the model.
-        samples: n rows whose prompts are messages.
-
     Attributes:
         templates: the tokenizer with its template.
         settings: what decides ids and masks, in addition to the rows and the tokenizer.
@@ -139,11 +134,8 @@ def _has_loss(turns: MessageTurns) -> Flags:
 
 
 def by_turns(kind: str, generator: Any, templates: Templates) -> Rule:
-    """The rule "trim", of slime's `gen_multi_turn_loss_mask_qwen` and `gen_multi_turn_loss_mask_qwen3`.
-
-    Raises:
-        DataError: slime has to tokenize all rows.
-    """
+    """The rule "trim", of slime's `gen_multi_turn_loss_mask_qwen` and `gen_multi_turn_loss_mask_qwen3`. A `DataError`:
+    slime has to tokenize all rows."""
     system, unlearned = generator.system_message_length, generator.gen_token_length
     try:
         added = len(templates.default.reference.call.ids([_PREFIX])) if kind == "qwen3" else 0
@@ -173,11 +165,8 @@ def by_turns(kind: str, generator: Any, templates: Templates) -> Rule:
 
 
 def by_markers(templates: Templates) -> Rule:
-    """The rule of slime's `gen_multi_turn_loss_mask_qwen3_5`: what is between markers in the rendered text has loss.
-
-    Raises:
-        DataError: slime has to tokenize all rows.
-    """
+    """The rule of slime's `gen_multi_turn_loss_mask_qwen3_5`: what is between markers in the rendered text has loss. A
+    `DataError`: slime has to tokenize all rows."""
     token_spans = TokenSpans(templates.default.reference)
     table = token_spans.table
     if table is not None and (table.leading.any() or table.trailing.any()):

@@ -54,12 +54,7 @@ _TEXT = "full_prompts"
 
 
 def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> SampleDataset:
-    """The dataset of slime's arguments.
-
-    Args:
-        args: slime's arguments.
-        tokenizer, processor: of the model; processor may be None.
-        settings: options of `gpuload.load`.
+    """The dataset of slime's arguments, with a tokenizer and maybe a processor, and options of `gpuload.load`.
 
     Raises:
         DataError: slime has to prepare the samples itself.
@@ -98,11 +93,8 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
 
 
 def _is_rendered(args: Any, source: Source, processor: Any) -> bool:
-    """Whether prompts become texts. Otherwise they stay messages, which slime neither filters nor tokenizes.
-
-    Raises:
-        DataError: prompts are of another kind.
-    """
+    """Whether prompts become texts. Otherwise they stay messages, which slime neither filters nor tokenizes. A
+    `DataError` if they are of another kind."""
     kind = source.schema.field(args.input_key).type
     if processor is not None and not (are_messages(kind) or (is_text(kind) and args.apply_chat_template)):
         raise DataError(f"{source.name}: there is a processor, and column {args.input_key!r} is not messages with text")
@@ -195,15 +187,9 @@ def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples:
         nbytes=table[samples.prompt].nbytes,
         content=lambda _: b"".join(digest for _, digest in sorted(column_digests([(0, table)]).items())),
     ) as cache:
-        rows = cache.find(lambda found: unequal(found.ids))
-        if rows is None:
-            made = conversations.rows()
-            why = unequal(made.ids)
-            if why is not None:
-                raise DataError(why)
-            cache.add(made.ids, made.fallback, made.rendering)
-            rows = cache.finish()
-        cache.log(logger, rows)
+        rows = cache.find_or_make(lambda found: unequal(found.ids), lambda: (conversations.rows(), None), logger)
+    if isinstance(rows, str):
+        raise DataError(rows)
     return rows.ids
 
 
@@ -215,13 +201,8 @@ def _unequal(
     changed: str | None,
     made: Ragged | DiskTokens,
 ) -> str | None:
-    """Which row of a sample differs from slime's; None if none does.
-
-    Args:
-        stock: what is used of slime.
-        changed: from `known_code.change`.
-        made: the ids of all rows.
-    """
+    """Which row of a sample of the ids `made` differs from slime's; None if none does. `stock` is what is used of
+    slime."""
     numbers = np.flatnonzero(made.lengths)
     if not len(numbers):
         return None  # slime tokenizes all rows, at each step
@@ -255,14 +236,8 @@ def _unequal(
 def _compare(
     args: Any, source: Source, tokenizer: Any, processor: Any, made: SampleColumns, origin: np.ndarray[Any, Any]
 ) -> None:
-    """Compares samples of some rows with slime's.
-
-    Args:
-        origin: (n,) numbers of the rows of the samples.
-
-    Raises:
-        DataError: they differ.
-    """
+    """Compares samples of some rows, which have the numbers `origin` (n,), with slime's; a `DataError` if they
+    differ."""
     changed = change(release_of("slime", "slime"), KNOWN, Dataset.__init__)
     if changed is None:
         table = next(source.batches()).slice(0, _COMPARED)

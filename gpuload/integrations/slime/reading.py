@@ -19,13 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_rows(path: str, rows: slice | None, prompt_key: str, others: Sequence[str]) -> Source:
-    """Opens a file.
-
-    Args:
-        path: of a .parquet or .jsonl file.
-        rows: which rows; None for all.
-        prompt_key: the column with prompts.
-        others: further columns, which are left out where the file does not have them.
+    """Opens some rows of a .parquet or .jsonl file, with the column of prompts, and those others that it has.
 
     Raises:
         DataError: slime reads the file in another way, or rejects it.
@@ -85,11 +79,8 @@ def _narrowed(source: Source, names: list[str], rows: slice) -> Source:
 
 
 def check_labels(source: Source, name: str) -> None:
-    """Checks that all rows have a label.
-
-    Raises:
-        DataError: slime raises for rows without one. JSON lines without the key are null here, as are those with null.
-    """
+    """Raises a `DataError` where slime does: for rows without a label. JSON lines without the key are null here, as are
+    those with null."""
     if name not in source.schema.names:
         raise DataError(f"{source.name}: no column {name!r}")
     if source.name.endswith(".jsonl") and any(table[name].null_count for table in source.batches()):
@@ -97,14 +88,7 @@ def check_labels(source: Source, name: str) -> None:
 
 
 def check_tools(source: Source, name: str) -> Any:
-    """Checks that all rows have tools.
-
-    Returns:
-        The tools of all rows, if all rows have the same; else None.
-
-    Raises:
-        DataError: slime raises for a row.
-    """
+    """The tools of all rows, if all rows have the same; else None. A `DataError` if slime raises an error for a row."""
     column = pa.concat_tables(table.select([name]) for table in source.batches())[name]
     if column.null_count:
         raise DataError(f"{source.name}: column {name!r} has nulls, or lines without it")

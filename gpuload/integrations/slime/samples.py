@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from slime.utils.types import Sample
@@ -17,36 +17,22 @@ from gpuload.sources.columns import Columns
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """n samples as columns.
+    """n samples as columns."""
 
-    Attributes:
-        columns: n rows.
-        prompt: the column with prompts: texts, or messages.
-        label, metadata, tools: further columns; None: samples have none.
-        has_processor: the model has a processor, so samples say that they have no images.
-        tokens: n rows of the ids of prompts, in memory or on disk; None: slime tokenizes them, if anything does.
-        conversations: for SFT, n rows of ids with a bit for loss (`core.marks`), empty where slime has to tokenize; in
-            memory or on disk.
-    """
-
-    columns: Columns
-    prompt: str
-    label: str | None
+    columns: Columns  # n rows
+    prompt: str  # the column with prompts: texts, or messages
+    label: str | None  # further columns; None: samples have none
     metadata: str | None
     tools: str | None
-    has_processor: bool
-    tokens: Ragged | DiskTokens | None = None
-    conversations: Ragged | DiskTokens | None = None
+    has_processor: bool  # the model has a processor, so samples say that they have no images
+    tokens: Ragged | DiskTokens | None = None  # n rows, of prompts; None: slime tokenizes them, if anything does
+    conversations: Ragged | DiskTokens | None = None  # for SFT, n rows with a bit for loss; empty where slime tokenizes
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def take(self, rows: RowNumbers) -> list[Sample]:
-        """Makes samples. No object is shared between two of them, or with those of a later call.
-
-        Args:
-            rows: (m,) row numbers.
-        """
+        """Makes samples of rows (m,). No object is shared between two of them, or with those of a later call."""
         names = [name for name in (self.prompt, self.label, self.metadata, self.tools) if name is not None]
         columns = self.columns.take(rows, names)
         tokens = None if self.tokens is None else self.tokens.take(rows).to_lists()
@@ -76,11 +62,8 @@ def tools_of(value: Any) -> Any:
 
 
 def set_conversation(sample: Sample, ids: np.ndarray[Any, Any]) -> None:
-    """Gives a sample what slime's rollout for SFT gives it, except for the reward.
-
-    Args:
-        ids: (k,) with a bit for loss.
-    """
+    """Gives a sample what slime's rollout for SFT gives it, except for the reward, of its ids (k,) with a bit for
+    loss."""
     loss = (ids & LOSS) != 0
     # slime's response begins with the first token that has loss.
     length = len(loss) - int(loss.argmax()) if loss.any() else 0
@@ -90,12 +73,7 @@ def set_conversation(sample: Sample, ids: np.ndarray[Any, Any]) -> None:
 
 
 class LazySamples(Sequence[Sample]):
-    """The list of samples of slime's dataset. A slice of it is a list.
-
-    Args:
-        columns: the samples.
-        order: (n,) row numbers; None for all, as they are.
-    """
+    """The list of samples of slime's dataset, in an order of rows (n,), or as they are. A slice of it is a list."""
 
     def __init__(self, columns: SampleColumns, order: RowNumbers | None = None):
         self._columns = columns
@@ -104,13 +82,7 @@ class LazySamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._columns.take(self._order[index])
         return self._columns.take(self._order[[row_number(index, len(self))]])[0]
@@ -118,10 +90,6 @@ class LazySamples(Sequence[Sample]):
 
 class SampleDataset:
     """slime's `Dataset`, as slime's data source uses it.
-
-    Args:
-        columns: the samples, in the order of the file.
-        seed: of shuffles.
 
     Attributes:
         samples: in the order of the epoch.

@@ -59,11 +59,7 @@ def as_collated(trainer: Any, dataset: Any) -> Any:
 
 
 def padded(rows: Ragged, fill: int, multiple: int | None) -> torch.Tensor:
-    """(B, longest row) int64: rows padded on the right.
-
-    Args:
-        multiple: the width is rounded up to a multiple of it.
-    """
+    """(B, longest row) int64: rows padded on the right, to a width that is a multiple of a number."""
     width = int(rows.lengths.max())
     width += -width % (multiple or 1)
     made = np.full((len(rows), width), fill, np.int64)
@@ -205,12 +201,8 @@ class FlatDPO(_Flat, dpo_trainer.DataCollatorForPreference):  # type: ignore[mis
 def _sequences(
     prompts: Ragged, answers: Sequence[Ragged], limit: int | None, side: Truncation, collator: Any
 ) -> Batch | None:
-    """Prompts, each with its answers: all first answers, then all second ones.
-
-    Args:
-        limit: tokens of a sequence; None: all.
-        side: which end is truncated.
-    """
+    """Prompts, each with its answers: all first answers, then all second ones. Sequences over the limit, if any, are
+    truncated at one `side`."""
     if limit is not None and limit < 1:
         return None
     ids = Ragged.concatenate([appended(prompts, each) for each in answers])

@@ -33,12 +33,10 @@ def column_of(rows: Ragged) -> pa.ChunkedArray:
 
 
 def partners(rows: int, group: int, processes: int) -> RowNumbers:
-    """(rows,) whose completions other rows get in TRL's KTO: of the row before in its group, and for the first row of
-    a group of its last one.
+    """(rows,) whose completions other rows get in TRL's KTO: of the row before in its group, and for the first row of a
+    group of its last one.
 
-    Args:
-        group: rows of a group.
-        processes: `datasets` gives each a run of consecutive rows, the first ones one row more. Each begins a group.
+    `datasets` gives each process a run of consecutive rows, the first ones one row more, and each begins a group.
     """
     number = np.arange(rows)
     starts = offsets_of(np.array([len(part) for part in np.array_split(number, processes)]))
@@ -54,11 +52,8 @@ def picked(table: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def prefixed(prompts: pa.ChunkedArray, answers: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Prompts, each followed by its answer. Both are texts, or messages, which then have the fields of both.
-
-    Raises:
-        pa.ArrowException: a field has two types that have no common one.
-    """
+    """Prompts, each followed by its answer. Both are texts, or messages, which then have the fields of both; a
+    `pa.ArrowException` if two types of a field have no common one."""
     if is_text(answers.type):
         return pc.binary_join_element_wise(prompts.cast(answers.type), answers, pa.scalar("", answers.type))
     first, then = prompts.combine_chunks(), answers.combine_chunks()

@@ -34,19 +34,12 @@ KNOWN: Table = {
 
 
 class Trainer(NamedTuple):
-    """What is used of a trainer of TRL.
+    """What is used of a trainer of TRL."""
 
-    Attributes:
-        module: its module, with the collator.
-        parameters: of its `_prepare_dataset`.
-        collator: the name of its collator.
-        fields: of the collator.
-    """
-
-    module: str
-    parameters: tuple[str, ...]
-    collator: str
-    fields: tuple[str, ...]
+    module: str  # its module, with the collator
+    parameters: tuple[str, ...]  # of its `_prepare_dataset`
+    collator: str  # the name of its collator
+    fields: tuple[str, ...]  # of the collator
 
 
 _SHARED = ("self", "dataset", "processing_class", "args")
@@ -89,13 +82,7 @@ NAMES = {
 
 
 def contract_problem(name: str, kind: Any, collator: Any) -> str | None:
-    """Why a trainer is not replaced; None if it is.
-
-    Args:
-        name: of the trainer.
-        kind: TRL's class.
-        collator: its collator.
-    """
+    """Why TRL's class with this name, and its collator, are not replaced; None if they are."""
     used = TRAINERS[name]
     return problem(
         {
@@ -106,13 +93,10 @@ def contract_problem(name: str, kind: Any, collator: Any) -> str | None:
 
 
 def row_numbers(dataset: Any, rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where rows of a dataset are in `dataset.data`, its table.
+    """(B,) where rows of a dataset are in `dataset.data`, its table.
 
     A dataset that was shuffled or selected from has a table with more rows, or in another order. There is no public
     name for that order, so `order_problem` checks this one.
-
-    Args:
-        rows: (B,) their numbers in the dataset.
     """
     numbers = np.asarray(rows, np.int64)
     order = dataset._indices
@@ -120,11 +104,7 @@ def row_numbers(dataset: Any, rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def order_problem(kind: Any) -> str | None:
-    """Why rows of a dataset cannot be found in its table; None if they can.
-
-    Args:
-        kind: `datasets.Dataset`.
-    """
+    """Why rows of `datasets.Dataset` cannot be found in its table; None if they can."""
     # Another order, consecutive rows, rows of a part, and all.
     whole = kind.from_dict({"row": list(range(8))})
     orders = {"select": whole.select([5, 0, 3]), "shuffle": whole.shuffle(seed=0).select([2, 6, 4])}

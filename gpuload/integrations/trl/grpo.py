@@ -93,13 +93,7 @@ def _two_columns(key: str) -> DataError:
 
 
 def _stream(stream: Any, tokenizer: Any, given: dict[str, Any]) -> Any:
-    """The stream of the rows that are kept.
-
-    Args:
-        stream: an `IterableDataset`.
-        tokenizer: as for `gpuload.load`.
-        given: its options.
-    """
+    """The rows of an `IterableDataset` that are kept, with these options of `gpuload.load`."""
     if found := [name for name in _WITHOUT_EFFECT if name in given]:
         raise OptionError(
             f"{found[0]}={given[found[0]]!r} has no effect on a stream: use the methods of datasets, such as take and "
@@ -124,13 +118,7 @@ def _stream(stream: Any, tokenizer: Any, given: dict[str, Any]) -> Any:
 
 
 class _KeptPrompts:
-    """A batch of rows → those that are kept, with `prompt` as their first column.
-
-    Args:
-        tokenizer: of transformers.
-        options: of `gpuload.load`.
-        key: the column with the prompts.
-    """
+    """A batch of rows → those that are kept, with `prompt` as their first column."""
 
     def __init__(self, tokenizer: Any, options: dict[str, Any], key: str):
         self._tokenizer, self._key = tokenizer, key

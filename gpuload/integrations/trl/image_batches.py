@@ -95,12 +95,8 @@ def _digest(rows: Any, lengths: np.ndarray[Any, Any]) -> str:
 def _collate(
     make: Callable[[Any], Any], others: Sequence[str], load: str, kept: str, rows: Sequence[Any]
 ) -> dict[str, Any]:
-    """A batch of rows with numbers, without the other columns of the files.
-
-    Raises:
-        DataError: They are not those of this load.
-        OptionError: The trainer is for other data.
-    """
+    """A batch of rows with numbers, without the other columns of the files. A `DataError` if they are not those of this
+    load; an `OptionError` if the trainer is for other data."""
     given = [row.get(NUMBER) for row in rows]
     if not all(isinstance(each, Mapping) and each.get("load") == load for each in given):
         raise DataError(
@@ -114,15 +110,8 @@ def _collate(
 
 
 def check_trainer(trainer: str, columns: Mapping[str, Any], has_collator: bool) -> None:
-    """Checks the dataset of a trainer, if `ready` has made it.
-
-    Args:
-        trainer: its name.
-        columns: name → type of the dataset's columns.
-
-    Raises:
-        OptionError: it is for another trainer, or comes without its collator.
-    """
+    """Checks the columns (name → type) of a trainer's dataset, if `ready` has made it: an `OptionError` if it is for
+    another trainer, or comes without its collator."""
     numbers = columns.get(NUMBER)
     if not isinstance(numbers, dict) or numbers.keys() != {"row", "load"}:
         return

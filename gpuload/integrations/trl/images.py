@@ -138,12 +138,7 @@ def _trainer_of(names: Collection[str]) -> Trainer:
 
 
 class _TrlLengths:
-    """Lengths of rows as TRL makes them.
-
-    Args:
-        dataset: the columns that the trainer reads.
-        key: the column with images.
-        processor, trainer, template, kwargs: as for `fitting`.
+    """Lengths of rows as TRL makes them; see `fitting`. `key` is the column with images.
 
     Attributes:
         reasons: why rows cannot be used → how many.

@@ -27,16 +27,8 @@ _OTHERS = frozenset({"prompt", "completion", "image"}) | OWN_ARGUMENTS
 
 
 def give_ids(trainer: Any, stock: Callable[..., Any], change: str | None) -> bool:
-    """Adds ids to those datasets of a trainer that have conversations without images.
-
-    Args:
-        trainer: an `SFTTrainer` with TRL's collator for images.
-        stock: the method `_prepare_dataset` of TRL's class.
-        change: see `Call`.
-
-    Returns:
-        Whether there is one.
-    """
+    """Adds ids to those datasets of an `SFTTrainer`, with TRL's collator for images, that have conversations without
+    images. `stock` is TRL's `_prepare_dataset`. Returns whether there is one."""
     if trainer.completion_only_loss:  # which TRL's collator rejects
         return False
     with_ids = partial(_with_ids, trainer, partial(stock, trainer), change)

@@ -66,11 +66,7 @@ def prepare(call: Call, steps: Steps) -> Any:
 
 
 def prepared(call: Call, steps: Steps) -> Any:
-    """The prepared dataset.
-
-    Raises:
-        DataError: TRL has to prepare it.
-    """
+    """The prepared dataset; a `DataError` if TRL has to prepare it."""
     dataset = call.given["dataset"]
     change = call.change or processor_change(call.processor)
     if call.is_stream:
@@ -87,11 +83,7 @@ def prepared(call: Call, steps: Steps) -> Any:
 
 
 def _difference(call: Call, steps: Steps, change: str) -> str | None:
-    """How rows of every shape, prepared in both ways, differ.
-
-    Args:
-        change: why they are compared.
-    """
+    """How rows of every shape, prepared in both ways, differ. They are compared because of a `change`."""
     dataset, args = call.given["dataset"], copy.copy(call.args)
     numbers, _ = covering_rows(lambda: dataset.with_format("arrow").iter(10_000))
     args.dataset_num_proc = None
@@ -113,11 +105,7 @@ def _few(dataset: Any, rows: list[int]) -> Any:
 
 
 def _by_columns(call: Call, steps: Steps) -> Any:
-    """The prepared dataset.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The prepared dataset; a `DataError` if there is none."""
     with global_then_local_main_first():
         dataset = steps.explicit(call, call.given["dataset"])
     rows = spread(len(dataset), _SAMPLE).tolist()
@@ -134,11 +122,8 @@ def _by_columns(call: Call, steps: Steps) -> Any:
 
 
 def _log_ignored(call: Call, dataset: Any) -> None:
-    """Says that the number of processes has no effect, if no step of TRL's uses it.
-
-    Args:
-        dataset: with explicit prompts, which TRL's functions may have made.
-    """
+    """Says that the number of processes has no effect, if no step of TRL's uses it: its functions may have made the
+    prompts of the dataset explicit."""
     used = call.given.get("packing") or getattr(call.trainer, "calculate_KL", False)
     if dataset is call.given["dataset"] and not used and (count := call.args.dataset_num_proc) is not None:
         log_ignored(logger, {"dataset_num_proc": count}, f"the {call.name} dataset is tokenized by columns")
@@ -171,11 +156,7 @@ def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
 def _tokenized(
     call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
 ) -> tuple[pa.Table, ChatDataset | PairDataset]:
-    """All rows with their tokens, and what has tokenized them.
-
-    Raises:
-        DataError: they are not what TRL makes.
-    """
+    """All rows with their tokens, and what has tokenized them; a `DataError` if they are not what TRL makes."""
     table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
     names, schema = expected.column_names, expected.features.arrow_schema
     why = processor_difference(call, table)
@@ -202,12 +183,7 @@ def _stored(call: Call, table: pa.Table, file: Path | None) -> Any:
 
 
 def dataset_of(table: Any, like: Any, features: Any, fingerprint: str) -> Any:
-    """A dataset over a table, without copying it.
-
-    Args:
-        table: of `datasets`.
-        like: the dataset that it is made of.
-    """
+    """A dataset over a table of `datasets`, without copying it, made of one `like` it."""
     info = like.info.copy()
     info.features = features
     return Dataset(table, info=info, split=like.split, fingerprint=fingerprint)

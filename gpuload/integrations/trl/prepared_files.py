@@ -25,13 +25,8 @@ _BATCH = 10_000  # rows of a record batch: `datasets` looks for a row among thes
 
 
 def file_of(call: Any, dataset: Any) -> Path | None:
-    """The file of what a call of `_prepare_dataset` makes of a dataset; None if the dataset is in memory, nothing is to
-    be cached, or nothing identifies what is made.
-
-    Args:
-        call: see `steps.Call`.
-        dataset: with explicit prompts.
-    """
+    """The file of what a call of `_prepare_dataset` makes of a dataset with explicit prompts; None if the dataset is in
+    memory, nothing is to be cached, or nothing identifies what is made."""
     files = dataset.cache_files
     if not files or not datasets.is_caching_enabled() or (key := _key(call, dataset)) is None:
         return None
@@ -56,11 +51,7 @@ def _key(call: Any, dataset: Any) -> str | None:
 
 
 def read(file: Path, schema: pa.Schema) -> Any | None:
-    """The mapped table; None if there is none with these columns, or it is damaged.
-
-    Returns:
-        A table of `datasets`.
-    """
+    """The mapped table of `datasets`; None if there is none with these columns, or it is damaged."""
     try:
         table = MemoryMappedTable.from_file(str(file))
         return table if table.schema.remove_metadata() == schema.remove_metadata() else None
@@ -69,11 +60,7 @@ def read(file: Path, schema: pa.Schema) -> Any | None:
 
 
 def write(table: pa.Table, file: Path) -> None:
-    """Writes a table. Nobody sees an unfinished file, and of several writers, one wins.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a table, or raises an `OSError`. Nobody sees an unfinished file, and of several writers, one wins."""
     handle, name = tempfile.mkstemp(prefix="tmp", suffix=".arrow", dir=file.parent)
     os.close(handle)
     try:

@@ -22,17 +22,11 @@ from gpuload.sources.types import is_list
 
 @dataclass(frozen=True)
 class _Lists:
-    """A column of lists of integers, chunk by chunk, as views.
+    """A column of lists of integers, chunk by chunk, as views."""
 
-    Attributes:
-        starts: the number of the first row of each chunk.
-        values: the values of each chunk.
-        offsets: where the rows of each chunk begin in them.
-    """
-
-    starts: RowNumbers
-    values: list[Any]
-    offsets: list[Any]
+    starts: RowNumbers  # the number of the first row of each chunk
+    values: list[Any]  # of each chunk
+    offsets: list[Any]  # where the rows of each chunk begin in them
 
     def take(self, numbers: RowNumbers) -> Ragged:
         chunk = np.searchsorted(self.starts, numbers, side="right") - 1
@@ -90,11 +84,7 @@ class FlatDataset(Dataset):  # type: ignore[misc]
 
 
 class FlatRows(Sequence[dict[str, Any]]):
-    """Some rows of a dataset.
-
-    Args:
-        keys: (B,) their numbers, as torch counts them.
-    """
+    """Some rows of a dataset, with the numbers (B,) as torch counts them."""
 
     def __init__(self, dataset: FlatDataset, keys: list[int]) -> None:
         self._dataset, self._keys = dataset, keys

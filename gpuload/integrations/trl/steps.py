@@ -28,21 +28,13 @@ MADE = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `_prepare_dataset`.
+    """A call of `_prepare_dataset`."""
 
-    Attributes:
-        trainer: whose method is called.
-        stock: the method of TRL's class.
-        given: parameter → argument.
-        change: that its code is not known, from `known_code.change`; None if it is.
-        engines: builds the engines of its loads; None if they build their own.
-    """
-
-    trainer: Any
-    stock: Callable[..., Any]
-    given: Mapping[str, Any]
-    change: str | None = None
-    engines: EngineBuilder | None = None
+    trainer: Any  # whose method is called
+    stock: Callable[..., Any]  # the method of TRL's class
+    given: Mapping[str, Any]  # parameter → argument
+    change: str | None = None  # that its code is not known, from `known_code.change`; None if it is
+    engines: EngineBuilder | None = None  # builds the engines of its loads; None if they build their own
 
     @property
     def args(self) -> Any:
@@ -70,11 +62,8 @@ class Call:
         return isinstance(self.given["dataset"], IterableDataset)
 
     def of_map(self, doing: str) -> dict[str, Any]:
-        """Arguments of the `map` of a dataset, which those of streams do not have.
-
-        Args:
-            doing: what is shown, such as "Packing".
-        """
+        """Arguments of the `map` of a dataset, which those of streams do not have; what is shown says that it is
+        `doing` something, such as "Packing"."""
         if self.is_stream:
             return {}
         return {"num_proc": self.args.dataset_num_proc, "desc": f"{doing} {self.name} dataset"}
@@ -85,36 +74,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Steps:
-    """How a trainer's data is prepared.
+    """How a trainer's data is prepared."""
 
-    Attributes:
-        unsupported: call, types of the columns → why TRL has to prepare the data; None if it need not.
-        explicit: call, dataset → the dataset whose rows are tokenized.
-        tokenized: call, n rows → the same rows with their tokens, and what has tokenized them.
-        finished: call, rows with tokens → those that are kept, truncated.
-        completed: call, kept rows of a dataset, number of processes that TRL would use → with the columns that depend
-            on other rows.
-        packed: call, dataset → what is trained on: packs, or rows of a stream with what depends on other rows.
-        engine: the class of the host's engine.
-        sampled: arguments that TRL gets for the sample.
-    """
-
-    unsupported: Callable[[Call, pa.Schema], str | None]
-    explicit: Callable[[Call, Any], Any]
-    tokenized: Callable[[Call, pa.Table], tuple[pa.Table, ChatDataset | PairDataset]]
-    finished: Callable[[Call, pa.Table], pa.Table]
+    unsupported: Callable[[Call, pa.Schema], str | None]  # types of the columns → why TRL has to prepare the data
+    explicit: Callable[[Call, Any], Any]  # dataset → the one whose rows are tokenized
+    tokenized: Callable[[Call, pa.Table], tuple[pa.Table, ChatDataset | PairDataset]]  # with tokens, and what made them
+    finished: Callable[[Call, pa.Table], pa.Table]  # rows with tokens → those that are kept, truncated
+    # Kept rows, and how many processes TRL would use → with the columns that depend on other rows.
     completed: Callable[[Call, pa.Table, int], pa.Table]
-    packed: Callable[[Call, Any], Any]
-    engine: type[HostEngine]
-    sampled: Mapping[str, Any]
+    packed: Callable[[Call, Any], Any]  # what is trained on: packs, or rows of a stream with what depends on others
+    engine: type[HostEngine]  # of the host
+    sampled: Mapping[str, Any]  # arguments that TRL gets for the sample
 
 
 def whole(table: pa.Table, loaded: ChatDataset | PairDataset) -> pa.Table:
-    """The tokens of all rows.
-
-    Raises:
-        DataError: rows were dropped, which TRL keeps or raises an error for.
-    """
+    """The tokens of all rows; a `DataError` if rows were dropped, which TRL keeps or raises an error for."""
     if len(loaded) < len(table):
         reason, count = max(loaded.report.rejected.items(), key=lambda item: item[1])
         raise DataError(f"{count:,} of {len(table):,} rows cannot be tokenized: {reason}")

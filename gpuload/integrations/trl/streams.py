@@ -58,10 +58,8 @@ class _GivenRows:
 class _BatchSteps:
     """A batch of rows → the same rows as TRL prepares them, without those that it drops.
 
-    Args:
-        call: of `_prepare_dataset` with a stream with explicit prompts, which is neither packed nor shuffled.
-        steps: see `Steps`.
-        sample: the first rows.
+    The call is one with a stream with explicit prompts, which is neither packed nor shuffled, and begins with the
+    sample.
 
     Attributes:
         expected: these rows as TRL prepares them, without the column that depends on other rows.
@@ -89,11 +87,7 @@ class _BatchSteps:
         return {name: [row.get(name) for row in found] for name in names}
 
     def by_columns(self, batch: Columns) -> Columns:
-        """The rows, tokenized by columns.
-
-        Raises:
-            Exception: TRL has to prepare them.
-        """
+        """The rows, tokenized by columns. If anything is raised, TRL has to prepare them."""
         features = self._call.given["dataset"].features
         table = pa.Table.from_pydict(dict(batch), None if features is None else features.arrow_schema)
         if table.to_pydict() != batch:  # in a table, all messages have the same keys
@@ -106,15 +100,8 @@ class _BatchSteps:
 
 
 def prepare_stream(call: Call, steps: Steps, change: str | None) -> Any:
-    """The prepared stream.
-
-    Args:
-        call, steps: see `steps.py`.
-        change: why more rows than usual are compared, or None.
-
-    Raises:
-        DataError: TRL has to prepare it.
-    """
+    """The prepared stream; a `DataError` if TRL has to prepare it. More rows than usual are compared because of a
+    `change`."""
     why = None if call.given["dataset"]._formatting is None else "it has a format"
     if why is not None:
         raise DataError(why)

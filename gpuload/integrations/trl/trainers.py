@@ -67,11 +67,8 @@ def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], name
 
 
 def _served(args: Any, problem: str | None) -> dict[str, Any]:
-    """The options of `dataset_kwargs` for rows as served, which TRL does not know.
-
-    Raises:
-        OptionError: one is wrong, or the installed TRL has to prepare its datasets itself.
-    """
+    """The options of `dataset_kwargs` for rows as served, which TRL does not know. An `OptionError` if one is wrong, or
+    the installed TRL has to prepare its datasets itself."""
     if problem is None:
         return served_options(args)
     if "turns" in (getattr(args, "dataset_kwargs", None) or {}):
