@@ -31,54 +31,35 @@ Fetch = Callable[[np.ndarray[Any, Any]], pa.Array]
 
 @dataclass(eq=False)
 class Field:
-    """One field of all m messages.
+    """One field of all m messages."""
 
-    Attributes:
-        name: as in the file.
-        kind: (m,) int64, `NULL`, `TEXTS`, `EMPTY` or `OTHER`.
-        texts: m texts, for a field of which some value may be one.
-        type_name: for messages about a value that is something else: "a list", "a struct", "int64" ... Empty for a
-            field of strings.
-    """
-
-    name: str
-    kind: Array
-    texts: TextColumn | None = None
+    name: str  # as in the file
+    kind: Array  # (m,) int64, `NULL`, `TEXTS`, `EMPTY` or `OTHER`
+    texts: TextColumn | None = None  # m texts, for a field of which some value may be one
+    # For messages about a value that is something else: "a list", "a struct", "int64" ... Empty for a field of strings
     type_name: str = ""
 
 
 @dataclass(eq=False)
 class Conversations:
-    """n conversations with m messages in all; `protocol.Prompts` of an engine that renders by column.
+    """n conversations with m messages in all; `protocol.Prompts` of an engine that renders by column."""
 
-    Attributes:
-        ops: the engine's operations on texts, for the memory that holds all of this.
-        valid: (n,) bool, false where a row is null.
-        first: (n,) int64, the number of each row's first message.
-        count: (n,) int64, how many messages each row has.
-        present: (m,) bool, false where a message is null.
-        fields: in the struct's order.
-        fetch: row numbers → those rows as an Arrow array in host memory.
-        keys: where messages have different keys, each distinct list of them, in their order. None: each message has
-            all fields.
-        keyed: (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`.
-        rejected: row → why no prompt can be made of it, where that is known already.
-        by_reference: row → why transformers must render it, where that is known already.
-        objects: n rows as Python objects, if they came as such, from JSON.
-    """
-
-    ops: TextOperations
-    valid: Array
-    first: Array
-    count: Array
-    present: Array
-    fields: list[Field]
-    fetch: Fetch
+    ops: TextOperations  # the engine's operations on texts, for the memory that holds all of this
+    valid: Array  # (n,) bool, false where a row is null
+    first: Array  # (n,) int64, the number of each row's first message
+    count: Array  # (n,) int64, how many messages each row has
+    present: Array  # (m,) bool, false where a message is null
+    fields: list[Field]  # in the struct's order
+    fetch: Fetch  # row numbers → those rows as an Arrow array in host memory
+    # Where messages have different keys, each distinct list of them, in their order. None: each message has all fields
     keys: Sequence[tuple[str, ...]] | None = None
+    # (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`
     keyed: Array | None = None
+    # Row → why no prompt can be made of it, where that is known already
     rejected: Mapping[int, str] = field(default_factory=dict)
+    # Row → why transformers must render it, where that is known already
     by_reference: Mapping[int, str] = field(default_factory=dict)
-    objects: Sequence[Any] | None = None
+    objects: Sequence[Any] | None = None  # n rows as Python objects, if they came as such, from JSON
 
     def __len__(self) -> int:
         return len(self.first)

@@ -33,16 +33,11 @@ class TextColumn:
     """n texts as slices of one buffer: text i is `data[start[i] : start[i] + length[i]]`.
 
     Slices may overlap, leave gaps and come in any order, so that stripping or cutting a text copies no bytes.
-
-    Attributes:
-        data: (bytes,) uint8, UTF-8.
-        start: (n,) int64.
-        length: (n,) int64, bytes. A null is a text of length 0.
     """
 
-    data: Array
-    start: Array
-    length: Array
+    data: Array  # (bytes,) uint8, UTF-8
+    start: Array  # (n,) int64
+    length: Array  # (n,) int64, bytes. A null is a text of length 0
 
     def __len__(self) -> int:
         return len(self.start)
@@ -134,21 +129,13 @@ def add_seconds(into: dict[str, float], more: Mapping[str, float]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class RowCounts:
-    """How n prompts were rendered.
+    """How n prompts were rendered."""
 
-    Attributes:
-        rejected: row → why no prompt can be made of it.
-        compiled_rows: rows rendered by the compiled template, or taken as plain text.
-        reasons: why rows were rendered by transformers → how many.
-        reason_seconds: reason → the time that its rows took.
-        control_rows: rows whose messages contain the text of a control token.
-    """
-
-    rejected: dict[int, str] = field(default_factory=dict)
-    compiled_rows: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    reason_seconds: dict[str, float] = field(default_factory=dict)
-    control_rows: int = 0
+    rejected: dict[int, str] = field(default_factory=dict)  # row → why no prompt can be made of it
+    compiled_rows: int = 0  # rows rendered by the compiled template, or taken as plain text
+    reasons: dict[str, int] = field(default_factory=dict)  # why rows were rendered by transformers → how many
+    reason_seconds: dict[str, float] = field(default_factory=dict)  # reason → the time that its rows took
+    control_rows: int = 0  # rows whose messages contain the text of a control token
 
     @property
     def reference_rows(self) -> int:
@@ -167,20 +154,14 @@ class RowCounts:
 @dataclass(kw_only=True, eq=False)
 class RenderedRows:
     """What became of each of n prompts when they were rendered. Every row that is in neither dict was rendered by the
-    compiled template, or taken as plain text: so no row is counted twice, and none is missing.
+    compiled template, or taken as plain text: so no row is counted twice, and none is missing."""
 
-    Attributes:
-        rejected: row → why no prompt can be made of it.
-        by_reference: row → why it was given to transformers; some of these rows may be rejected.
-        reason_seconds: reason → the time that its rows took.
-        control_rows: rows whose messages contain the text of a control token.
-        with_control: (n,) bool in host memory, which rows these are; None where only their number is known.
-    """
-
-    rejected: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)  # row → why no prompt can be made of it
+    # Row → why it was given to transformers; some of these rows may be rejected
     by_reference: dict[int, str] = field(default_factory=dict)
-    reason_seconds: dict[str, float] = field(default_factory=dict)
-    control_rows: int = 0
+    reason_seconds: dict[str, float] = field(default_factory=dict)  # reason → the time that its rows took
+    control_rows: int = 0  # rows whose messages contain the text of a control token
+    # (n,) bool in host memory, which rows these are; None where only their number is known
     with_control: Array | None = None
 
     def __len__(self) -> int:
@@ -251,24 +232,17 @@ class RenderedText(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Tokenized(RowCounts):
-    """n rows of token ids, made by an engine or found in the token cache.
+    """n rows of token ids, made by an engine or found in the token cache."""
 
-    Attributes:
-        ids: n rows, in the engine's memory or in a mapped file; a rejected row is empty.
-        text_sizes: (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`.
-        text_nbytes: their sum.
-        fallback_rows: rows that the engine's own tokenizer handed to another one.
-        invalid: row → which of its other columns is not valid; None where that is not known yet.
-        transient: some rows are rejected for a reason that another load may not have, so no cache may keep these.
-        counts: what else was counted of these rows, such as those that a trainer's function has tokenized.
-    """
-
-    ids: Ragged
-    text_sizes: Array
-    text_nbytes: int
-    fallback_rows: int = 0
+    ids: Ragged  # n rows, in the engine's memory or in a mapped file; a rejected row is empty
+    text_sizes: Array  # (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`
+    text_nbytes: int  # their sum
+    fallback_rows: int = 0  # rows that the engine's own tokenizer handed to another one
+    # Row → which of its other columns is not valid; None where that is not known yet
     invalid: dict[int, str] | None = None
+    # Some rows are rejected for a reason that another load may not have, so no cache may keep these
     transient: bool = False
+    # What else was counted of these rows, such as those that a trainer's function has tokenized
     counts: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:

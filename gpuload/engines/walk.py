@@ -49,21 +49,13 @@ Together = Callable[["Walk", Array], Array]
 
 
 class PrintedSegments(NamedTuple):
-    """A segment that k rows print.
+    """A segment that k rows print."""
 
-    Attributes:
-        rows: (k,) their numbers.
-        place: (k,) how many segments each has printed before.
-        source: a literal; or a field of messages, and what is done to its texts.
-        messages: (k,) of which message, by its number among all; nothing for a literal.
-        loss: "first" for the first text of a generation block, "more" for its others, empty outside.
-    """
-
-    rows: Array
-    place: Array
-    source: str | Source
-    messages: Array
-    loss: str
+    rows: Array  # (k,) their numbers
+    place: Array  # (k,) how many segments each has printed before
+    source: str | Source  # a literal; or a field of messages, and what is done to its texts
+    messages: Array  # (k,) of which message, by its number among all; nothing for a literal
+    loss: str  # "first" for the first text of a generation block, "more" for its others, empty outside
 
     def of(self, kept: Array) -> "PrintedSegments":
         """What some of the rows print: (k,) bool."""
@@ -73,41 +65,25 @@ class PrintedSegments(NamedTuple):
 
 class Learned(NamedTuple):
     """k parts of rows that have loss: from some bytes behind the beginning of a segment to some bytes behind that of
-    another one.
+    another one."""
 
-    Attributes:
-        rows: (k,) their numbers.
-        begin: (k,) how many segments of the row are before the first one.
-        begin_bytes: (k,) where in it the part begins.
-        end, end_bytes: (k,) the same for its end.
-    """
-
-    rows: Array
-    begin: Array
-    begin_bytes: Array
-    end: Array
-    end_bytes: Array
+    rows: Array  # (k,) their numbers
+    begin: Array  # (k,) how many segments of the row are before the first one
+    begin_bytes: Array  # (k,) where in it the part begins
+    end: Array  # (k,) the same for its end
+    end_bytes: Array  # likewise
 
 
 @dataclass(eq=False)
 class Printed:
-    """What rows of a column print.
+    """What rows of a column print."""
 
-    Attributes:
-        count: (n,) int64, how many segments each row has; 0 if it is not among the rows that reached the end.
-        parts: the segments, in any order.
-        rejected: row → why the template rejects it.
-        unknown: rows that took a way that is not known yet.
-        others: rows that only `RowRenderer` can render.
-        learned: what has loss; None if nobody asks.
-    """
-
-    count: Array
-    parts: list[PrintedSegments]
-    rejected: dict[int, str]
-    unknown: Array
-    others: Array
-    learned: Learned | None = None
+    count: Array  # (n,) int64, how many segments each row has; 0 if it is not among the rows that reached the end
+    parts: list[PrintedSegments]  # the segments, in any order
+    rejected: dict[int, str]  # row → why the template rejects it
+    unknown: Array  # rows that took a way that is not known yet
+    others: Array  # rows that only `RowRenderer` can render
+    learned: Learned | None = None  # what has loss; None if nobody asks
 
 
 class Walk:

@@ -25,22 +25,14 @@ from gpuload.tokenizer.token_bytes import TokenBytes
 
 
 class SpansTable(NamedTuple):
-    """A `TokenBytes` in device memory.
+    """A `TokenBytes` in device memory."""
 
-    Attributes:
-        lengths: (m,) int32, bytes of each id as they are in a text; 0 for an id that no text is compared with.
-        offsets: (m + 1,) int64, where they begin in `data`.
-        data: uint8.
-        leading, trailing: (m,) int32, as in `TokenBytes`.
-        keeps_first: as in `TokenBytes`.
-    """
-
-    lengths: Array
-    offsets: Array
-    data: Array
-    leading: Array
-    trailing: Array
-    keeps_first: bool
+    lengths: Array  # (m,) int32, bytes of each id as they are in a text; 0 for an id that no text is compared with
+    offsets: Array  # (m + 1,) int64, where they begin in `data`
+    data: Array  # uint8
+    leading: Array  # (m,) int32, as in `TokenBytes`
+    trailing: Array  # likewise
+    keeps_first: bool  # as in `TokenBytes`
 
 
 class DeviceTokenSpans:

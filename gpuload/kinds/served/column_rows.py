@@ -24,42 +24,24 @@ _AT_ONCE = 1 << 16  # pairs of texts
 
 @dataclass(frozen=True, eq=False)
 class ColumnTurns:
-    """Rows of c conversations, r in all, with a answers.
+    """Rows of c conversations, r in all, with a answers."""
 
-    Attributes:
-        numbers: (c,) ascending, of the conversations.
-        decided: (c,) bool, false where only the reference can tell which rows there are.
-        text: (r,) large_string.
-        row_offsets: (c + 1,) which rows are those of each.
-        shared: (r,) bytes that each has in common with the one before, and where both may be cut.
-        number: (r,) the message that each ends with.
-        answer_offsets: (c + 1,) which answers are those of each.
-        row: (a,) in which each is learned.
-        begin, end: (a,) in bytes of the row's text.
-        message: (a,) with the answer.
-        quiet: (a,) bool, whether it is behind the prompt without thinking.
-        lost: (a,) bool, whether its message has reasoning that it lacks.
-        prompt_end: (a,) which of `prompt_ends` its prompt ends with.
-        prompt_ends: literals.
-        reasons: (c, 2) why turns are not learned, as a number, and how many.
-    """
-
-    numbers: RowNumbers
-    decided: Bools
-    text: pa.LargeStringArray
-    row_offsets: RowNumbers
-    shared: RowNumbers
-    number: RowNumbers
-    answer_offsets: RowNumbers
-    row: RowNumbers
-    begin: RowNumbers
-    end: RowNumbers
-    message: RowNumbers
-    quiet: Bools
-    lost: Bools
-    prompt_end: RowNumbers
-    prompt_ends: list[str]
-    reasons: RowNumbers
+    numbers: RowNumbers  # (c,) ascending, of the conversations
+    decided: Bools  # (c,) false where only the reference can tell which rows there are
+    text: pa.LargeStringArray  # (r,)
+    row_offsets: RowNumbers  # (c + 1,) which rows are those of each
+    shared: RowNumbers  # (r,) bytes that each has in common with the one before, and where both may be cut
+    number: RowNumbers  # (r,) the message that each ends with
+    answer_offsets: RowNumbers  # (c + 1,) which answers are those of each
+    row: RowNumbers  # (a,) in which each is learned
+    begin: RowNumbers  # (a,) in bytes of the row's text
+    end: RowNumbers  # likewise
+    message: RowNumbers  # (a,) with the answer
+    quiet: Bools  # (a,) whether it is behind the prompt without thinking
+    lost: Bools  # (a,) whether its message has reasoning that it lacks
+    prompt_end: RowNumbers  # (a,) which of `prompt_ends` its prompt ends with
+    prompt_ends: list[str]  # literals
+    reasons: RowNumbers  # (c, 2) why turns are not learned, as a number, and how many
 
     @property
     def joined(self) -> pa.LargeStringArray:

@@ -23,51 +23,31 @@ _STRIPS = ("strip", "lstrip", "rstrip")
 
 
 class Decision(NamedTuple):
-    """A turn, for all conversations that take some paths.
+    """A turn, for all conversations that take some paths."""
 
-    Attributes:
-        units: P + A.
-        begin: of A, a unit and bytes in it.
-        prompt_end: the literal at the end of P.
-        reasons: whether a field with reasoning is in A.
-        quiet: whether P is the prompt without thinking.
-    """
-
-    units: Units
-    begin: Place
-    prompt_end: str
-    reasons: bool
-    quiet: bool
+    units: Units  # P + A
+    begin: Place  # of A, a unit and bytes in it
+    prompt_end: str  # the literal at the end of P
+    reasons: bool  # whether a field with reasoning is in A
+    quiet: bool  # whether P is the prompt without thinking
 
 
 class TextFork(NamedTuple):
-    """What distinguishes a turn from a row that it is not in, if the texts do.
-
-    Attributes:
-        turn: a turn.
-        row: a row.
-        place: the first unit, and the bytes in it, from which on texts decide.
-    """
+    """What distinguishes a turn from a row that it is not in, if the texts do."""
 
     turn: int
     row: int
-    place: Place
+    place: Place  # the first unit, and the bytes in it, from which on texts decide
 
 
 class Family(NamedTuple):
-    """The rows of all conversations with some turns.
+    """The rows of all conversations with some turns."""
 
-    Attributes:
-        rows: the turn that each ends with, ascending.
-        row_of: the row in which each turn is learned.
-        forks: what has to be looked up in texts.
-        shared: of each row, the last place in what it has in common with the row before where texts may be cut, as a
-            unit and bytes in it.
-    """
-
-    rows: tuple[int, ...]
-    row_of: tuple[int, ...]
-    forks: tuple[TextFork, ...]
+    rows: tuple[int, ...]  # the turn that each ends with, ascending
+    row_of: tuple[int, ...]  # the row in which each turn is learned
+    forks: tuple[TextFork, ...]  # what has to be looked up in texts
+    # Of each row, the last place in what it has in common with the row before where texts may be cut, as a unit and
+    # bytes in it
     shared: tuple[Place, ...]
 
 

@@ -15,25 +15,16 @@ from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER, OTHER_IDS, Turn, T
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """An answer with ids of its own, or one that is learned.
-
-    Attributes:
-        message: it.
-        number: of the message.
-        prompt: P; None if there is none.
-        turn: as inference would have it, if the template writes P before it; or why the answer is not learned.
-        base: the earlier answer with ids that the prompt begins with, as an index; None: ids of its text.
-        rest: what the template writes behind that answer.
-        rewritten: there are earlier answers with ids, and the prompt begins with none of them.
-    """
+    """An answer with ids of its own, or one that is learned."""
 
     message: Mapping[str, Any]
-    number: int
-    prompt: str | None
-    turn: Turn | int
+    number: int  # of the message
+    prompt: str | None  # P; None if there is none
+    turn: Turn | int  # as inference would have it, if the template writes P before it; or why the answer is not learned
+    # The earlier answer with ids that the prompt begins with, as an index; None: ids of its text
     base: int | None = None
-    rest: str = ""
-    rewritten: bool = False
+    rest: str = ""  # what the template writes behind that answer
+    rewritten: bool = False  # there are earlier answers with ids, and the prompt begins with none of them
 
 
 def given_answers(

@@ -21,21 +21,13 @@ from gpuload.engines.host.texts import gather
 @dataclass(frozen=True, eq=False)
 class RowPieces:
     """r texts in pieces: piece 2k is what text k and the next one begin with, without what both have of earlier ones,
-    and piece 2k + 1 is the rest of text k.
+    and piece 2k + 1 is the rest of text k."""
 
-    Attributes:
-        text: (p,) large_string, the pieces that are not empty.
-        number: (p,) which pieces they are.
-        shared: (r,) bytes of earlier pieces.
-        rest: (r,) where the rest begins, in bytes of the text.
-        first: (r,) the text whose piece each text begins with.
-    """
-
-    text: pa.LargeStringArray
-    number: RowNumbers
-    shared: RowNumbers
-    rest: RowNumbers
-    first: RowNumbers
+    text: pa.LargeStringArray  # (p,) large_string, the pieces that are not empty
+    number: RowNumbers  # (p,) which pieces they are
+    shared: RowNumbers  # (r,) bytes of earlier pieces
+    rest: RowNumbers  # (r,) where the rest begins, in bytes of the text
+    first: RowNumbers  # (r,) the text whose piece each text begins with
 
     @classmethod
     def of(cls, text: pa.LargeStringArray, shared: RowNumbers) -> "RowPieces":

@@ -39,19 +39,12 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class LearnedAnswer:
-    """An answer and what is before it: S, as ids.
+    """An answer and what is before it: S, as ids."""
 
-    Attributes:
-        number: of its message.
-        ids: of prompt and answer, without bits.
-        begin: how many of them are the prompt's.
-        bits: of each token from `begin` on.
-    """
-
-    number: int
-    ids: Ids
-    begin: int
-    bits: Ids
+    number: int  # of its message
+    ids: Ids  # of prompt and answer, without bits
+    begin: int  # how many of them are the prompt's
+    bits: Ids  # of each token from `begin` on
 
 
 def count_answer(counts: list[int], turn: Turn, merged: bool = False) -> None:
@@ -72,19 +65,13 @@ def count_answer(counts: list[int], turn: Turn, merged: bool = False) -> None:
 
 @dataclass
 class ServedRows:
-    """The rows of a conversation.
+    """The rows of a conversation."""
 
-    Attributes:
-        rows: ids with their bits, and the number of the message that each ends with.
-        answers: row, begin, end and message of each.
-        reasons: number of a reason → turns that are not learned for it.
-        counts: see `COUNTS`.
-    """
-
+    # Ids with their bits, and the number of the message that each ends with
     rows: list[tuple[Ids, int]] = field(default_factory=list)
-    answers: list[tuple[int, int, int, int]] = field(default_factory=list)
-    reasons: dict[int, int] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    answers: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, begin, end and message of each
+    reasons: dict[int, int] = field(default_factory=dict)  # number of a reason → turns that are not learned for it
+    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # see `COUNTS`
 
     @classmethod
     def of(cls, answers: Sequence[LearnedAnswer]) -> "ServedRows":
@@ -171,27 +158,16 @@ def stored_rows(
 
 @dataclass(frozen=True, eq=False)
 class Headers:
-    """What the headers of n conversations say.
+    """What the headers of n conversations say."""
 
-    Attributes:
-        size: (n,) of each header.
-        rows: (r, 2) length and last message of each row, those of a conversation one after the other.
-        row_offsets: (n + 1,) which of them are those of a conversation.
-        answers: (a, 4) row in its conversation, first token, end, and message of each answer.
-        answer_offsets: (n + 1,) which of them are those of a conversation.
-        reasons: (q, 2) number of a reason, and turns.
-        reason_offsets: (n + 1,) which of them are those of a conversation.
-        counts: (n, len(COUNTS)).
-    """
-
-    size: RowNumbers
-    rows: RowNumbers
-    row_offsets: RowNumbers
-    answers: RowNumbers
-    answer_offsets: RowNumbers
-    reasons: RowNumbers
-    reason_offsets: RowNumbers
-    counts: RowNumbers
+    size: RowNumbers  # (n,) of each header
+    rows: RowNumbers  # (r, 2) length and last message of each row, those of a conversation one after the other
+    row_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    answers: RowNumbers  # (a, 4) row in its conversation, first token, end, and message of each answer
+    answer_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    reasons: RowNumbers  # (q, 2) number of a reason, and turns
+    reason_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    counts: RowNumbers  # (n, len(COUNTS))
 
     @classmethod
     def of(cls, stored: Ragged) -> "Headers":

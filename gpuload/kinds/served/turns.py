@@ -62,28 +62,17 @@ _NEAR = 256  # characters around the place where an answer begins
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as inference would have it.
+    """A turn as inference would have it."""
 
-    Attributes:
-        number: of the message with the answer.
-        prompt, answer: P and A.
-        start: the place of `answer` in R, in characters; None if it is not a part of R.
-        rendered: R.
-        without_thinking: P is that of the template's switch for prompts without thinking.
-        lost: the message has reasoning that A lacks.
-        stopped: A ends with a stop token.
-        empties: A has an empty thinking block, which is in the text of the message.
-    """
-
-    number: int
-    prompt: str
-    answer: str
-    start: int | None
-    rendered: str
-    without_thinking: bool = False
-    lost: bool = False
-    stopped: bool = True
-    empties: bool = False
+    number: int  # of the message with the answer
+    prompt: str  # P
+    answer: str  # A
+    start: int | None  # the place of `answer` in R, in characters; None if it is not a part of R
+    rendered: str  # R
+    without_thinking: bool = False  # P is that of the template's switch for prompts without thinking
+    lost: bool = False  # the message has reasoning that A lacks
+    stopped: bool = True  # A ends with a stop token
+    empties: bool = False  # A has an empty thinking block, which is in the text of the message
 
 
 class TurnWriter:
