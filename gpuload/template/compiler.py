@@ -165,7 +165,7 @@ class ChatProgram:
             decisions = next((path for path, leaf in tree.leaves() if leaf is None and path not in unreachable), None)
             if decisions is None:
                 break
-            texts = self._tracer.example(plain, decisions)
+            texts = self._tracer.prober.example(plain, decisions)
             if texts is None or self.grow(tree, shape, texts, FEWEST_ROWS) is not None:
                 unreachable.add(decisions)
         return tree

@@ -20,12 +20,12 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from gpuload.core.options import MissingReasoning
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template.marks import texts_in
+from gpuload.template.marks import texts_in, with_texts
 
 REASONS = (
     "the prompt is not what the template writes before the answer",
@@ -248,7 +248,8 @@ class TurnWriter:
         texts = list(texts_in(messages[number]))
         if not any(self.stops.search(text) for text in texts):
             return answer[: found.end()], True
-        masked = _masked(messages[number], self.stops)
+        # Something else of the same length in place of stop tokens.
+        masked = with_texts(messages[number], partial(self.stops.sub, lambda token: _FILLER * len(token[0])))
         other = self._render(self._call, [*messages[:number], masked])
         if start is None or len(other) != len(rendered):
             return None, False
@@ -298,15 +299,6 @@ def _tails(call: TemplateCall, makes: Sequence[Any], calls: bool = False) -> Ite
             continue
         if mark in text:
             yield text.rpartition(mark)[2]
-
-
-def _masked(value: Any, stops: re.Pattern[str]) -> Any:
-    """Plain data with something else of the same length in place of stop tokens."""
-    if isinstance(value, str):
-        return stops.sub(lambda found: _FILLER * len(found[0]), value)
-    if isinstance(value, Mapping):
-        return {name: _masked(item, stops) for name, item in value.items()}
-    return [_masked(item, stops) for item in value] if isinstance(value, list) else value
 
 
 @lru_cache(8)
