@@ -28,15 +28,8 @@ _Result = TypeVar("_Result")
 
 
 class SharedStore:
-    """A directory or a URL with files under names such as `tokens/KEY.arrow`.
-
-    Args:
-        location: a path that all machines can use, or a URL of any file system of fsspec.
-
-    Attributes:
-        location: the same; a path is absolute.
-        shown: for messages, without what may be secret.
-    """
+    """A directory that all machines can use, or the URL of any file system of fsspec, with files under names such as
+    `tokens/KEY.arrow`. For messages, it is `shown` without what may be secret."""
 
     def __init__(self, location: str):
         self.location = location if is_url(location) else str(Path(location).expanduser().absolute())
@@ -196,20 +189,3 @@ class SharedStore:
         else:
             remedy = "check that the storage is there on all nodes, and run the command again: what is complete remains"
         return StoreError(f"cannot {what} the store {self.shown}: {reason}: {remedy}")
-
-
-def fetched(cache_dir: str | None, key: str, path: Path) -> bool:
-    """Copies an entry from a store into the local token cache.
-
-    Args:
-        cache_dir: the option; nothing is done unless it is a URL.
-        key: of the entry.
-        path: where the local token cache has it.
-
-    Returns:
-        Whether there was such an entry.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    return bool(cache_dir) and is_url(str(cache_dir)) and SharedStore(str(cache_dir)).get(f"tokens/{key}.arrow", path)
