@@ -9,7 +9,7 @@ all rows one after the other, each field a column over them, and which keys each
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,29 +65,21 @@ class Conversations:
         return len(self.first)
 
     def take(self, rows: Array) -> "Conversations":
-        """Some of the rows, over the same messages.
-
-        Args:
-            rows: (k,) ascending row numbers, in host memory.
-        """
+        """Some of the rows (k,), over the same messages; their numbers ascend, and are in host memory."""
         numbers = np.asarray(rows)
         with self.ops.current():
             at = self.ops.xp.asarray(numbers)
             valid, first, count = self.valid[at], self.first[at], self.count[at]
         fetch = self.fetch
-        return Conversations(
-            self.ops,
-            valid,
-            first,
-            count,
-            self.present,
-            self.fields,
-            lambda some: fetch(numbers[some]),
-            self.keys,
-            self.keyed,
-            _of_rows(self.rejected, numbers),
-            _of_rows(self.by_reference, numbers),
-            None if self.objects is None else [self.objects[row] for row in numbers.tolist()],
+        return replace(
+            self,
+            valid=valid,
+            first=first,
+            count=count,
+            fetch=lambda some: fetch(numbers[some]),
+            rejected=_of_rows(self.rejected, numbers),
+            by_reference=_of_rows(self.by_reference, numbers),
+            objects=None if self.objects is None else [self.objects[row] for row in numbers.tolist()],
         )
 
     def to_arrow(self, rows: Array) -> pa.Array:
@@ -193,13 +185,8 @@ MOST_KEYS = 64
 def from_rows(
     ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, str], plain: bool = True
 ) -> Conversations:
-    """Conversations as Python objects, from JSON. Each message keeps its keys.
-
-    Args:
-        rows: (n,) lists of messages, which are dicts; anything where a row is rejected.
-        rejected: row → why no prompt can be made of it.
-        plain: whether everything in them is plain data.
-    """
+    """Conversations as Python objects, from JSON: lists of messages, each of which keeps its keys; anything where a row
+    is rejected. `plain`: everything in them is plain data."""
     xp = ops.xp
     messages = [message for number, row in enumerate(rows) if number not in rejected for message in row]
     count = np.array([0 if number in rejected else len(row) for number, row in enumerate(rows)], np.int64)
@@ -229,13 +216,7 @@ def from_rows(
 
 
 def from_texts(ops: TextOperations, texts: TextColumn, valid: Array, fetch: Fetch) -> Conversations:
-    """A column of plain strings: each is a conversation of one user message.
-
-    Args:
-        texts: n texts.
-        valid: (n,) bool, false where a row is null.
-        fetch: row numbers → those rows as an Arrow array of strings in host memory.
-    """
+    """A column of plain strings: each is a conversation of one user message. What is fetched are strings, too."""
     xp, n = ops.xp, len(texts)
     user = TextColumn(xp.asarray(np.frombuffer(b"user", np.uint8)), xp.zeros(n, np.int64), xp.full(n, 4, np.int64))
     kind = xp.full(n, TEXTS, np.int64)
@@ -253,12 +234,8 @@ def from_texts(ops: TextOperations, texts: TextColumn, valid: Array, fetch: Fetc
 def _fields(
     ops: TextOperations, parts: Sequence[pa.Array], present: Sequence[Array], order: Array | None
 ) -> list[Field]:
-    """The fields of messages that are in several arrays of structs.
-
-    Args:
-        present: for each of them, (k,) bool, false where a message is null.
-        order: (m,) the messages, numbered over all of them; None if there is one, in order.
-    """
+    """The fields of messages that are in several arrays of structs, where they are `present` (k,). The `order` (m,) is
+    of the messages of all arrays; None if there is one array, in order."""
     names = [[one.name for one in part.type] for part in parts]
     if any(len(set(some)) < len(some) for some in names):  # as_py of such a row is an error
         return [Field(name, ops.xp.zeros(0, np.int64)) for some in names for name in some]

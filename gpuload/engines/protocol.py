@@ -44,13 +44,9 @@ class TextColumn:
 
 
 class TextOperations(Protocol):
-    """What a compiled template needs to know about a column of text: implemented in NumPy, and by kernels.
+    """What a compiled template needs to know about a column of text: implemented in NumPy, and by kernels."""
 
-    Attributes:
-        xp: the array module of all arguments and results, NumPy or CuPy.
-    """
-
-    xp: ModuleType
+    xp: ModuleType  # the array module of all arguments and results, NumPy or CuPy
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes the arrays' device the current one of the calling thread."""
@@ -103,13 +99,9 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class ArrowPrompts:
-    """Prompts as an Arrow array in host memory.
+    """Prompts as an Arrow array in host memory."""
 
-    Attributes:
-        column: (n,) messages, strings or JSON; see `sources.types.check_prompt_type`.
-    """
-
-    column: pa.Array
+    column: pa.Array  # (n,) messages, strings or JSON; see `sources.types.check_prompt_type`
 
     def __len__(self) -> int:
         return len(self.column)
@@ -198,11 +190,7 @@ class RenderedRows:
         return {name: getattr(self, name) for name in names}
 
     def add(self, other: "RenderedRows", first_row: int) -> None:
-        """Adds further rows.
-
-        Args:
-            first_row: the number that the other's row 0 has here.
-        """
+        """Adds further rows, of which the first one has a number here."""
         self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
         self.by_reference.update((first_row + row, reason) for row, reason in other.by_reference.items())
         add_seconds(self.reason_seconds, other.reason_seconds)
@@ -295,34 +283,26 @@ class TokenStore(Protocol):
 
 
 class Engine(Protocol):
-    """The stages of a load on one kind of machine.
+    """The stages of a load on one kind of machine."""
 
-    Attributes:
-        name: "cpu" or "cuda".
-        device: where batches are made.
-        host: the engine that takes over where this one fails: that of the host, maybe itself.
-        notes: lines for the report: why a faster way is not used. Asking may build the encoder.
-        counts: what the engine has counted for the report, in words → how many.
-    """
-
-    name: str
-    device: torch.device
+    name: str  # "cpu" or "cuda"
+    device: torch.device  # where batches are made
 
     @property
-    def host(self) -> "Engine": ...
+    def host(self) -> "Engine":
+        """The engine that takes over where this one fails: that of the host, maybe itself."""
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the report: why a faster way is not used. Asking may build the encoder."""
 
     @property
-    def counts(self) -> dict[str, int]: ...
+    def counts(self) -> dict[str, int]:
+        """What the engine has counted for the report, in words → how many."""
 
     def describe(self, compiled: bool = True) -> str:
-        """One line for the report: what renders and what encodes. Asking may build the encoder.
-
-        Args:
-            compiled: whether the compiled template has rendered any row, as far as there is one.
-        """
+        """One line for the report: what renders and what encodes, and whether the compiled template has rendered any
+        row, as far as there is one. Asking may build the encoder."""
 
     def lost(self) -> str | None:
         """Why nothing in this process can use the engine's device any more, or None; asked after a failure."""
@@ -342,11 +322,8 @@ class Engine(Protocol):
     def read(
         self, source: Source, prompt_key: str, keep_prompts: bool
     ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
-        """The rows of a source in order, part by part: their columns in host memory, and their prompts.
-
-        Args:
-            keep_prompts: the tables must have the prompt column too.
-        """
+        """The rows of a source in order, part by part: their columns in host memory, if `keep_prompts` with that of
+        prompts, and their prompts."""
 
     def render(self, prompts: Prompts) -> RenderedText:
         """(n,) prompts → (n,) texts."""

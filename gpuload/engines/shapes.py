@@ -111,11 +111,8 @@ def _reject_incomplete(column: Conversations, found: Grouped) -> None:
 
 
 def _record(column: Conversations, messages: Array, into: dict[int, str], reason: Reason) -> None:
-    """Records a reason for every row with one of the given messages, unless it has one already.
-
-    Args:
-        messages: (m,) bool; the first such message of a row gives the reason.
-    """
+    """Records a reason for every row with one of the given messages (m,), of which the first one gives the reason,
+    unless it has one already."""
     xp = column.ops.xp
     found = xp.flatnonzero(messages)
     if not len(found):

@@ -147,11 +147,8 @@ def without_cudf() -> str | None:
 
 
 def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
-    """Reads the prompt column into device memory where cuDF can.
-
-    Args:
-        notes: gets a line for each source that cuDF cannot read although it should. Arrow then reads the rest of it.
-    """
+    """Reads the prompt column into device memory where cuDF can. Of a source that it cannot read although it should,
+    Arrow reads the rest, and `notes` get a line."""
 
     def read(source: Source, prompt_key: str) -> Iterator[Prompts] | None:
         kind = source.schema.field(prompt_key).type
@@ -204,12 +201,8 @@ class Pools:
 
     @contextmanager
     def use(self, number: int, install: Callable[[], tuple[int, Callable[[], None]]]) -> Iterator[int]:
-        """Yields the limit in bytes of a GPU's pool.
-
-        Args:
-            number: of the GPU.
-            install: installs a pool, if there is none; returns its limit in bytes, and a function that removes it.
-        """
+        """Yields the limit in bytes of a GPU's pool. If there is none, `install` does so, and returns its limit and a
+        function that removes it."""
         with self._lock:
             if number not in self._installed:
                 self._installed[number] = install()

@@ -36,13 +36,7 @@ class SpansTable(NamedTuple):
 
 
 class DeviceTokenSpans:
-    """Marks answers for one tokenizer.
-
-    Args:
-        kernels: for the device.
-        host: the same on the host.
-        table: that of `host` in device memory; None where there is none.
-    """
+    """Marks answers for one tokenizer, as `host` does. The table is that of `host` in device memory, if it has one."""
 
     def __init__(self, kernels: Kernels, host: TokenSpans, table: SpansTable | None) -> None:
         self._kernels, self._host, self._table = kernels, host, table
