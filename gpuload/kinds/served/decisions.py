@@ -52,11 +52,7 @@ class Family(NamedTuple):
 
 
 def units_of(path: Path, empty: Ref | None = None) -> Units:
-    """The segments of a path.
-
-    Args:
-        empty: a text that is known to be empty.
-    """
+    """The segments of a path without a text that is known to be empty."""
     units: list[str | Ref] = []
     for segment in path.segments:
         if isinstance(segment, str) and units and isinstance(units[-1], str):
@@ -86,11 +82,8 @@ def compared(head: Units, units: Units) -> tuple[bool | None, Place]:
 
 
 def thinks_nothing(prompt: Units, rendered: Units, pairs: Sequence[tuple[str, str]]) -> bool | tuple[Ref, str] | None:
-    """Whether an answer has, or closes, a thinking block with nothing in it, as `TurnWriter` sees it.
-
-    Args:
-        prompt, rendered: P and R.
-        pairs: literals that open and close reasoning.
+    """Whether an answer has, or closes, a thinking block with nothing in it, as `TurnWriter` sees it; by P, R and pairs
+    of literals that open and close reasoning.
 
     Returns:
         A text and a literal if that is so where the text is empty, and not so where it has more than white space and
@@ -131,13 +124,7 @@ def _stripped(units: Units) -> Units:
 
 
 def decide(prompt: Units, rendered: Units, stops: re.Pattern[str], quiet: bool = False) -> Decision | None:
-    """A turn.
-
-    Args:
-        prompt, rendered: P and R.
-        stops: finds stop tokens.
-        quiet: as of `Decision`.
-    """
+    """A turn, by P and R."""
     begins, begin = compared(prompt, rendered)
     if not begins or not isinstance(prompt[-1], str):
         return None
@@ -157,11 +144,7 @@ def decide(prompt: Units, rendered: Units, stops: re.Pattern[str], quiet: bool =
 
 def family_of(turns: Sequence[Units], cuts: Sequence[str] = ()) -> Family:
     """The rows of some turns, each of which ends with a literal: those that no other one begins with, of equal ones the
-    first.
-
-    Args:
-        cuts: special tokens in front of which texts may be cut.
-    """
+    first. Texts may be cut in front of `cuts`, which are special tokens."""
     rows: list[int] = []
     for turn in reversed(range(len(turns))):
         begun = [row for row in rows if compared(turns[turn], turns[row])[0]]

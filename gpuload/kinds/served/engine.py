@@ -43,7 +43,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
 from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
-from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
+from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter, empty_blocks
 from gpuload.kinds.training_engine import why_by_row
 from gpuload.kinds.training_reference import TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
@@ -173,16 +173,20 @@ class ServedEngine(HostEngine):
         prompting = self._programs.of(self._calls[1])
         without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
-        missing = reference.missing_reasoning
-        told = writer.stops, literals, writer.pairs, loss_on, self._cutting[0]
-        return ColumnFinder(self.program, prompting, without, missing, *told)
+        return ColumnFinder(
+            program=self.program,
+            prompting=prompting,
+            without=without,
+            missing=reference.missing_reasoning,
+            loss_on=loss_on,
+            stops=writer.stops,
+            apart=[*literals, *empty_blocks(writer.pairs)],
+            pairs=writer.pairs,
+            cuts=self._cutting[0],
+        )
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
-        """The turns of one conversation.
-
-        Args:
-            why_not: why transformers renders it; it grows.
-        """
+        """The turns of one conversation. `why_not` grows by why transformers renders it."""
         reference, own = self._reference, own_arguments(row)
         messages, wanted = reference.wanted(row)
         calls = self._calls if not own else (reference.call_with(own), reference.call_with(own, prompt_only=True))
@@ -317,13 +321,7 @@ class ServedEngine(HostEngine):
         self, found: Sequence[TextTurns], first: RowNumbers, rows: pa.LargeStringArray, ids: Ragged
     ) -> list[list[tuple[int, int, int, int]] | None]:
         """Sets the bits of tokens with loss, and finds the answers of conversations: row, begin, end and message of
-        each. None where only the reference can.
-
-        Args:
-            found: conversations.
-            first: (n + 1,) the number of the first row of each.
-            rows, ids: of all conversations.
-        """
+        each. None where only the reference can. `first` (n + 1,) is the number of each conversation's first row."""
         places: list[tuple[int, int, int]] = []  # row, and where the answer begins and ends, in bytes
         tails: list[tuple[int, ...]] = []
         spans: list[tuple[int, int, int, int]] = []  # row, begin, end and bits of what has loss

@@ -34,12 +34,8 @@ def given_answers(
     messages: Sequence[Any],
     wanted: Mapping[int, float],
 ) -> list[GivenAnswer] | None:
-    """The answers of a conversation; None if generation blocks say what is learned of some.
-
-    Args:
-        render: renders prompts.
-        writer, messages, wanted: as for `rows_of_sampled`.
-    """
+    """The answers of a conversation, whose prompts `render` renders; None if generation blocks say what is learned of
+    some. For the other arguments see `rows_of_sampled`."""
     if reference.blocks and any(messages[number].get(TOKEN_IDS) is None for number in wanted):
         return None
     made: list[GivenAnswer] = []
@@ -86,13 +82,8 @@ def texts_to_encode(answers: Sequence[GivenAnswer], anchor: str) -> list[str]:
 def rows_of_given(
     reference: Encoding, answers: Sequence[GivenAnswer], wanted: Mapping[int, float], ids: Ragged, first: int, skip: int
 ) -> ServedRows | None:
-    """The rows of a conversation; None if only the reference can make them.
-
-    Args:
-        ids: of `texts_to_encode`, for many conversations.
-        first: the first one of this conversation.
-        skip: the ids of the anchor.
-    """
+    """The rows of a conversation; None if only the reference can make them. The ids are of `texts_to_encode`, for many
+    conversations, of which this one has the `first`; `skip` of them are those of the anchor."""
     whole: list[list[int]] = []
     turns: list[LearnedAnswer | int] = []
     made, at = ServedRows(), first
@@ -127,12 +118,8 @@ def rows_of_given(
 def _ids_of_text(
     reference: Encoding, answer: GivenAnswer, prompt: list[int], both: list[int], bits: int
 ) -> tuple[list[int], bool]:
-    """The ids of an answer's text, and whether it would merge with the prompt.
-
-    Args:
-        prompt: its ids.
-        both: those of prompt and answer as one text.
-    """
+    """The ids of an answer's text, and whether it would merge with the prompt: by the ids of that, and of both as one
+    text."""
     if not isinstance(answer.turn, Turn) or both[: len(prompt)] == prompt:
         return both[len(prompt) :], False
     own, _ = reference.answer(answer.turn, [(0, len(answer.turn.answer))], bits)

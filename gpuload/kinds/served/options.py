@@ -20,11 +20,7 @@ LOSS_ON: dict[str, tuple[LossOn, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """How conversations become rows.
-
-    Attributes:
-        turns, missing_reasoning, serving_template, thinking, history: as for `load_chats`.
-    """
+    """How conversations become rows: as for `load_chats`."""
 
     turns: TurnsMode = "conversation"
     missing_reasoning: MissingReasoning = "prompt"

@@ -31,12 +31,8 @@ class RowPieces:
 
     @classmethod
     def of(cls, text: pa.LargeStringArray, shared: RowNumbers) -> "RowPieces":
-        """Those of some texts.
-
-        Args:
-            text: (r,) large_string, without nulls.
-            shared: (r,) bytes that each has in common with the one before, and where both may be cut.
-        """
+        """Those of some texts (r,), without nulls, each of which has `shared` (r,) bytes in common with the one before,
+        and where both may be cut."""
         count = len(text)
         bounds = np.frombuffer(text.buffers()[1], np.int64)[text.offset :][: count + 1]
         shared = np.where(np.append(0, shared[1:]) < np.append(0, shared[:-1]), 0, shared)  # less than that one itself

@@ -13,7 +13,7 @@ from gpuload.core.options import Options
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import TokenStore
-from gpuload.kinds.served.stored import COUNTS, Headers, headers_of
+from gpuload.kinds.served.stored import COUNTS, Headers
 from gpuload.kinds.served.turns import REASONS
 from gpuload.packing.plan import whole_rows
 
@@ -25,7 +25,7 @@ def served_rows(loaded: Loaded) -> Loaded:
 
     Longer rows are dropped, or end behind their last answer that is within the limit.
     """
-    headers = headers_of(_parts(loaded.tokens))
+    headers = Headers.joined(map(Headers.of, _parts(loaded.tokens)))
     lengths, turn = headers.rows[:, :2].T
     limit, report = loaded.options.max_prompt_length, loaded.report
     overlong = lengths > limit

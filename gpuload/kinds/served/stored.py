@@ -10,7 +10,7 @@ where each begins. The header is of the same type as tokens:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,19 +48,11 @@ class LearnedAnswer:
 
 
 def count_answer(counts: list[int], turn: Turn, merged: bool = False) -> None:
-    """Counts what is to be said of an answer that is made of its text.
-
-    Args:
-        counts: see `COUNTS`.
-        merged: the answer would merge with the prompt.
-    """
-    for which, found in (
-        (LOST, turn.lost),
-        (MERGED, merged),
-        (WITHOUT_THINKING, turn.without_thinking),
-        (EMPTY_THINKING, turn.empties),
-    ):
-        counts[which] += found
+    """Counts what is to be said of an answer that is made of its text; `merged`: it would merge with the prompt."""
+    counts[LOST] += turn.lost
+    counts[MERGED] += merged
+    counts[WITHOUT_THINKING] += turn.without_thinking
+    counts[EMPTY_THINKING] += turn.empties
 
 
 @dataclass
@@ -213,11 +205,6 @@ class Headers:
     def conversation(self) -> RowNumbers:
         """(r,) of which conversation each row is."""
         return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))
-
-
-def headers_of(chunks: Iterator[Ragged]) -> Headers:
-    """The headers of conversations, part by part."""
-    return Headers.joined(map(Headers.of, chunks))
 
 
 def served_sizes(stored: Ragged) -> Array:
