@@ -5,8 +5,6 @@ with it afterwards would be invisible to the tracer. `Symbol` rejects every such
 subclass then allows exactly the operations that it can record (see `rope.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 

@@ -13,8 +13,6 @@ traces is the number of paths that rows really take, not the number of possible 
     5. Probe the path (`probe.py`), and use it only if all probes agree with transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets
@@ -90,11 +88,8 @@ class Tracer:
         self.prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
-        """Trace one conversation, whose texts decide the predicates.
-
-        Returns:
-            The predicates with their answers, and the leaf for every row of `shape` with the same answers.
-        """
+        """Trace one conversation, whose texts decide the predicates. Return these with their answers, and the leaf for
+        every row of `shape` with the same answers."""
         example = _Example(texts)
         try:
             messages = self._prepared(shape, example)

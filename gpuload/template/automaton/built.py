@@ -1,7 +1,5 @@
 """What a template builds of symbols (`nodes.Built`): computed for one row, and as an expression of Python code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

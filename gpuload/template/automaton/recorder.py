@@ -12,8 +12,6 @@ go to registers, which are named by the loop's node, so that a value taken from 
 overwritten. Lists and mappings that the template builds go to registers as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
