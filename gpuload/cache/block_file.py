@@ -55,11 +55,7 @@ class BlockFile:
 
     @classmethod
     def again(cls, path: Path, key: str, rows: int | None = None) -> Self:
-        """Opens a file that was there.
-
-        Raises:
-            StoreError: it is not there any more.
-        """
+        """Opens a file that was there; a `StoreError` if it is not there any more."""
         found = cls.open(path, key, rows)
         if found is None:
             raise missing(path)

@@ -38,11 +38,7 @@ class ColumnFile(BlockFile):
         return str(self.facts["of"])
 
     def rows(self, low: int, high: int) -> pa.Table:
-        """Rows `low` to `high` (exclusive) of parts with one schema.
-
-        Raises:
-            StoreError: they have been damaged.
-        """
+        """Rows `low` to `high` (exclusive) of parts with one schema; a `StoreError` if they have been damaged."""
         first, found = 0, []
         for number, (rows, _) in enumerate(self.parts):
             if first < high and low < first + rows:
@@ -52,11 +48,7 @@ class ColumnFile(BlockFile):
         return pa.concat_tables(found)
 
     def table(self, number: int) -> pa.Table:
-        """One of the tables.
-
-        Raises:
-            StoreError: it has been damaged.
-        """
+        """One of the tables; a `StoreError` if it has been damaged."""
         _, schema = self.parts[number]
         if not schema:
             return schema.empty_table()

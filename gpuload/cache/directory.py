@@ -65,11 +65,7 @@ def _free(directory: Path) -> int:
 
 def make_room(directory: Path, needed: int, in_use: set[Path]) -> None:
     """Removes the least recently used files of stores that are not in use, if the disk has too little space for the
-    bytes that are to be written.
-
-    Raises:
-        StoreError: there is too little space all the same.
-    """
+    bytes that are to be written; a `StoreError` if there is too little space all the same."""
     free = _free(directory)
     for _, size, path in _entries(directory):
         if free < needed and path not in in_use:

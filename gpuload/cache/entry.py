@@ -82,11 +82,7 @@ class Entry(BlockFile):
         return [self.path] if self.columns is None else [self.path, self.columns.path]
 
     def check_ids(self) -> None:
-        """Compares all ids, and columns, with their checksums.
-
-        Raises:
-            StoreError: some have been damaged.
-        """
+        """Compares all ids, and columns, with their checksums; a `StoreError` if some have been damaged."""
         for number in range(_IDS, len(self.starts), _BLOCKS):
             self.block(number)
         if self.columns is not None:

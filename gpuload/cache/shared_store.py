@@ -63,11 +63,7 @@ class SharedStore:
     # -- the store itself ----------------------------------------------------------------------------------------------
 
     def create(self) -> str:
-        """Makes the store if there is none, and returns its name.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
+        """Makes the store if there is none, and returns its name; a `StoreError` if it cannot be written."""
         if (about := self.read(_ABOUT)) is None:
             if (directory := self._directory) is not None:
                 self._tried("write", lambda *_: directory.mkdir(parents=True, exist_ok=True))
@@ -172,11 +168,8 @@ class SharedStore:
         self._tried("write", write, name)
 
     def _tried(self, what: str, work: Callable[[Any, str], _Result], name: str = "") -> _Result:
-        """The result of some work with the file system and the path of a file, tried again if the storage fails.
-
-        Raises:
-            StoreError: it cannot be done.
-        """
+        """The result of some work with the file system and the path of a file, tried again if the storage fails; a
+        `StoreError` if it cannot be done."""
         fs, root = self._root
         return tried(lambda _: work(fs, f"{root}/{name}"), partial(self._error, what))
 

@@ -245,11 +245,8 @@ class TokenCache:
 
     def finish(self, sources: Sequence[Source], trusted: bool) -> None:
         """Turns the written files into entries, if no row differed from the tokenizer (`trusted`), and removes old
-        entries if there are too many.
-
-        Raises:
-            SourceError: the prompts of a file have changed since its digest was computed.
-        """
+        entries if there are too many; a `SourceError` if the prompts of a file have changed since its digest was
+        computed."""
         started = time.perf_counter()
         complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
         if complete and not self.unchanged:

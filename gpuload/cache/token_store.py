@@ -31,11 +31,7 @@ class DiskTokens(RowsInParts):
         return first
 
     def take(self, rows: RowNumbers) -> Ragged:
-        """Some rows (m,), copied.
-
-        Raises:
-            StoreError: the ids have been damaged.
-        """
+        """Some rows (m,), copied; a `StoreError` if the ids have been damaged."""
         stored, lengths = self.stored[rows], self.lengths[rows]
         offsets = offsets_of(lengths)
         file_of = np.searchsorted(self._first, stored, side="right") - 1

@@ -345,11 +345,8 @@ class SplitText(Symbol):
 
 
 def join(parts: Sequence[object]) -> str | Rope:
-    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one.
-
-    Raises:
-        TypeError: a part is neither a string nor a rope.
-    """
+    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one; a `TypeError` if a part is neither a
+    string nor a rope."""
     first = next((part for part in parts if isinstance(part, Rope)), None)
     if first is None:
         return "".join(cast(Sequence[str], parts))

@@ -39,11 +39,7 @@ def shipped(capability: str) -> Path | None:
 
 
 def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> list[Path]:
-    """Compiles the files, and removes those of other sources.
-
-    Raises:
-        DeviceError: nvcc is missing, or fails.
-    """
+    """Compiles the files, and removes those of other sources; a `DeviceError` if nvcc is missing, or fails."""
     if (nvcc := shutil.which("nvcc")) is None:
         raise DeviceError("kernels cannot be compiled for GPUs: nvcc is not on the PATH: install the CUDA toolkit")
     for old in folder().glob("*.cubin"):

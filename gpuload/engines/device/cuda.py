@@ -105,11 +105,8 @@ _WORKING: set[int] = set()  # the GPUs that this process has tested. A forked pr
 
 
 def self_test(kernels: Kernels) -> None:
-    """Compiles the kernels and copies three texts to the device and back.
-
-    Raises:
-        RuntimeError: the texts come back changed.
-    """
+    """Compiles the kernels and copies three texts to the device and back; a `RuntimeError` if the texts come back
+    changed."""
     with kernels.current():
         texts = texts_to_device(kernels, [b"ab", b"", b"c" * 1000])
         if DeviceTexts(kernels).bytes_at(texts, [2, 1, 0]) != [b"c" * 1000, b"", b"ab"]:

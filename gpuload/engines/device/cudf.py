@@ -148,11 +148,8 @@ def _smaller(nbytes: int) -> int:
 
 
 def of_cudf(kernels: Kernels, column: "plc.Column", kind: pa.DataType, child_names: Mapping[str, Any]) -> Conversations:
-    """A `pylibcudf.Column`, of this Arrow type in the file, as conversations, without copying text.
-
-    Raises:
-        RuntimeError: cuDF and Arrow disagree on the fields of messages: Arrow should read them.
-    """
+    """A `pylibcudf.Column`, of this Arrow type in the file, as conversations, without copying text; a `RuntimeError` if
+    cuDF and Arrow disagree on the fields of messages: Arrow should read them."""
     xp, ops = kernels.xp, DeviceTexts(kernels)
     valid = _valid(kernels, column, column.offset(), column.size())
 
