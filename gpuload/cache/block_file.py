@@ -114,13 +114,11 @@ class BlockWriter:
         self._file = open(path, "wb")  # noqa: SIM115
 
     def discard(self) -> None:
-        """Removes the file."""
         with suppress(OSError):  # what waits to be written may not fit
             self._file.close()
         self.path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
-        """Begins a block."""
         gap = -self._written % _ALIGNMENT
         self._file.write(bytes(gap))
         self._written += gap

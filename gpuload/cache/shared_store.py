@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 class SharedStore:
     """A directory that all machines can use, or the URL of any file system of fsspec, with files under names such as
-    `tokens/KEY.arrow`. For messages, it is `shown` without what may be secret."""
+    `tokens/KEY.arrow`. `shown` is its location for messages, without what may be secret."""
 
     def __init__(self, location: str):
         self.location = location if is_url(location) else str(Path(location).expanduser().absolute())

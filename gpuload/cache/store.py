@@ -125,8 +125,11 @@ class TokenCache:
         key = self._key(source)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
-        if entry is None and is_url(str(self._options.cache_dir)) and self._fetched(key, path):
-            entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
+        if entry is None and is_url(str(self._options.cache_dir)):
+            from gpuload.cache.shared_store import SharedStore
+
+            if SharedStore(str(self._options.cache_dir)).get(f"tokens/{key}.arrow", path):
+                entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None or not is_verified(entry.verified, self._options.verify) or not self._holds(source, entry):
             self._missing.add(source.name)
             return None
@@ -136,12 +139,6 @@ class TokenCache:
                 self._found_bytes += file.stat().st_size
                 os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
-
-    def _fetched(self, key: str, path: Path) -> bool:
-        """Copies an entry from the store of a cluster; returns whether there is one."""
-        from gpuload.cache.shared_store import SharedStore
-
-        return SharedStore(str(self._options.cache_dir)).get(f"tokens/{key}.arrow", path)
 
     def _may_have(self, source: Source) -> bool:
         """Whether there may be an entry of a source: one with as many rows."""

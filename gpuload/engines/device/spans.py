@@ -113,11 +113,6 @@ def spans_table(kernels: Kernels, table: TokenBytes) -> SpansTable:
         tokens = pc.replace_substring(tokens, table.space, " ")
         data, offsets = np.frombuffer(tokens.buffers()[2], np.uint8), np.frombuffer(tokens.buffers()[1], np.int64)
     lengths = np.diff(offsets).astype(np.int32)
-    return SpansTable(
-        xp.asarray(lengths),
-        xp.asarray(offsets),
-        xp.asarray(data),
-        xp.asarray(table.leading),
-        xp.asarray(table.trailing),
-        table.keeps_first,
-    )
+    arrays = lengths, offsets, data, table.leading, table.trailing
+    lengths, offsets, data, leading, trailing = map(xp.asarray, arrays)
+    return SpansTable(lengths, offsets, data, leading, trailing, table.keeps_first)
