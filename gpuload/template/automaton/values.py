@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, cast
 
 from gpuload.template.automaton.nodes import Affine, Built, ListPart, Place, TextSource, Wanted
-from gpuload.template.program import Operation, Predicate, Ref, Segment
+from gpuload.template.program import Operation, Ref, Segment
 from gpuload.template.rope import Rope
-from gpuload.template.symbol import NotCompilableError, Symbol, reject
+from gpuload.template.symbol import NotCompilableError, Oracle, Symbol, reject
 
 
-class Recording(Protocol):
+class Recording(Oracle, Protocol):
     """What symbols ask, see `recorder.py`. It answers for one real row."""
-
-    def ask(self, predicate: Predicate) -> bool: ...
 
     def compare(self, operator: str, number: Affine) -> bool: ...
 
