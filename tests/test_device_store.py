@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_host_engine(seed: int, segment: int, ordered: boo
     expected = host_rows(parts, kept, order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_store, "_SEGMENT", segment)
-        patch.setattr(device_store, "_CHUNK", 16)
+        patch.setattr(device_store.DeviceStore, "most_values", 16)
         segments = Segments(KERNELS)
         found = in_order([segments.add(*pair) for pair in zip(parts, kept, strict=True)], order)  # type: ignore[misc]
         some = rng.integers(0, total, 5) if total else np.zeros(0, np.int64)

@@ -29,19 +29,11 @@ _END = struct.Struct("<qq")
 
 
 class BlockFile:
-    """A file, mapped into memory.
-
-    Attributes:
-        path: of the file.
-        memory: the whole file.
-        facts: the index.
-        key: identifies what the file has.
-        num_rows: how many rows it has.
-    """
+    """A file, mapped into memory as a whole; `facts` are its index."""
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         self.path, self.memory, self.facts = path, memory, facts
-        self.key: str = facts["key"]
+        self.key: str = facts["key"]  # identifies what the file has
         self.num_rows: int = facts["rows"]
         self.starts, self._sizes, self._checksums = np.array(facts["blocks"], np.int64).reshape(-1, 3).T
         self._intact = np.zeros(len(self.starts), bool)
@@ -63,11 +55,7 @@ class BlockFile:
 
     @classmethod
     def again(cls, path: Path, key: str, rows: int | None = None) -> Self:
-        """Opens a file that was there.
-
-        Raises:
-            StoreError: it is not there any more.
-        """
+        """Opens a file that was there; a `StoreError` if it is not there any more."""
         found = cls.open(path, key, rows)
         if found is None:
             raise missing(path)
@@ -114,30 +102,23 @@ class BlockWriter:
         key: identifies what it has.
         source: the name of the file whose rows it gets, for lists of what is cached.
 
-    Attributes:
-        path, key: the same.
-        rows: how many were written so far.
-        closed: whether the file is complete.
-
     Raises:
         OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, key: str, source: str):
-        self.path, self.key, self.rows, self.closed = path, key, 0, False
-        self._source = source
+        self.path, self.key, self._source = path, key, source
+        self.rows, self.closed = 0, False  # how many were written so far, and whether the file is complete
         self._blocks: list[list[int]] = []
         self._written = 0
         self._file = open(path, "wb")  # noqa: SIM115
 
     def discard(self) -> None:
-        """Removes the file."""
         with suppress(OSError):  # what waits to be written may not fit
             self._file.close()
         self.path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
-        """Begins a block."""
         gap = -self._written % _ALIGNMENT
         self._file.write(bytes(gap))
         self._written += gap

@@ -6,6 +6,7 @@ first used.
 """
 
 import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -20,19 +21,15 @@ PART_BYTES = 32 << 20
 
 
 class ColumnFile(BlockFile):
-    """The tables of one file, in place.
-
-    Attributes:
-        parts: of each table, how many rows it has, and its schema.
-        invalid: number of a row → which of its columns is not valid.
-    """
+    """The tables of one file, in place."""
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         super().__init__(path, memory, facts)
         schemas = [pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text))) for text in facts["schemas"]]
         parts = [(rows, schemas[number]) for rows, number in facts["parts"]]
-        self.parts: list[tuple[int, pa.Schema]] = parts or [(self.num_rows, pa.schema([]))]  # rows without columns
-        self.invalid = {int(row): why for row, why in facts["invalid"].items()}
+        # Of each table, how many rows it has, and its schema; or rows without columns.
+        self.parts: list[tuple[int, pa.Schema]] = parts or [(self.num_rows, pa.schema([]))]
+        self.invalid = {int(row): why for row, why in facts["invalid"].items()}  # row → which column is not valid
         self._tables: dict[int, pa.Table] = {}
 
     @property
@@ -41,11 +38,7 @@ class ColumnFile(BlockFile):
         return str(self.facts["of"])
 
     def rows(self, low: int, high: int) -> pa.Table:
-        """Rows `low` to `high` (exclusive) of parts with one schema.
-
-        Raises:
-            StoreError: they have been damaged.
-        """
+        """Rows `low` to `high` (exclusive) of parts with one schema; a `StoreError` if they have been damaged."""
         first, found = 0, []
         for number, (rows, _) in enumerate(self.parts):
             if first < high and low < first + rows:
@@ -55,11 +48,7 @@ class ColumnFile(BlockFile):
         return pa.concat_tables(found)
 
     def table(self, number: int) -> pa.Table:
-        """One of the tables.
-
-        Raises:
-            StoreError: it has been damaged.
-        """
+        """One of the tables; a `StoreError` if it has been damaged."""
         _, schema = self.parts[number]
         if not schema:
             return schema.empty_table()
@@ -70,15 +59,11 @@ class ColumnFile(BlockFile):
 
 
 class ColumnWriter(BlockWriter):
-    """Writes such a file. For the arguments see `BlockWriter`.
-
-    Attributes:
-        of: see `ColumnFile`.
-    """
+    """Writes such a file. For the arguments see `BlockWriter`."""
 
     def __init__(self, path: Path, key: str, source: str):
         super().__init__(path, key, source)
-        self.of = ""
+        self.of = ""  # see `ColumnFile`
         self._schemas: list[pa.Schema] = []
         self._parts: list[list[int]] = []
         self._invalid: dict[int, str] = {}
@@ -86,13 +71,8 @@ class ColumnWriter(BlockWriter):
         self._waiting_bytes = 0
 
     def add(self, table: pa.Table, rows: int, invalid: Mapping[int, str]) -> None:
-        """Appends rows.
-
-        Args:
-            table: their columns, maybe none.
-            rows: how many there are.
-            invalid: number of a row in the table → which of its columns is not valid.
-        """
+        """Appends rows and their columns, maybe none; `invalid`: number of a row in the table → which of its columns is
+        not valid."""
         self._invalid |= {self.rows + row: why for row, why in invalid.items()}
         self.rows += rows
         if not table.num_columns:  # such a table does not know its number of rows
@@ -124,25 +104,18 @@ class ColumnWriter(BlockWriter):
         self._parts.append([table.num_rows, self._schemas.index(table.schema)])
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """A file that Arrow writes to without a copy of the whole stream."""
 
     def __init__(self, write: Callable[[Any], None]):
-        self.write, self.closed = write, False
+        self.write = write  # type: ignore[method-assign]
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+    def writable(self) -> bool:
+        return True
 
 
 def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> Columns:
-    """The columns of several files, in place.
-
-    Args:
-        index: (n,) numbers of the rows to serve, counted over the rows of all files.
-    """
+    """The columns of several files, in place: the rows (n,) with these numbers, counted over all files."""
     counts, schemas = zip(*(part for file in files for part in file.parts), strict=True) if files else ((), ())
     columns = MappedColumns.of_parts(counts, Tables(files), schemas, index)
     columns.files = files
@@ -150,11 +123,7 @@ def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> Columns:
 
 
 class MappedColumns(Columns):
-    """Columns in files.
-
-    Attributes:
-        files: where they are.
-    """
+    """Columns in files."""
 
     files: Sequence[ColumnFile]
 

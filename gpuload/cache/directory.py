@@ -42,12 +42,8 @@ def default_bound(directory: Path) -> int:
 
 
 def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
-    """Removes the least recently used entries until the rest, with what other processes are writing, fits.
-
-    Args:
-        bound: bytes.
-        in_use: paths of entries that are not removed.
-    """
+    """Removes the least recently used entries that are not in use, until the rest, with what other processes are
+    writing, has at most `bound` bytes."""
     entries = _entries(directory)
     held = sum(size for _, size, _ in entries) + partial_bytes(directory)
     for _, size, path in entries:
@@ -68,16 +64,8 @@ def _free(directory: Path) -> int:
 
 
 def make_room(directory: Path, needed: int, in_use: set[Path]) -> None:
-    """Removes the least recently used files of stores if the disk has too little space.
-
-    Args:
-        directory: where they are.
-        needed: bytes to be written.
-        in_use: paths of files that are not removed.
-
-    Raises:
-        StoreError: there is too little space all the same.
-    """
+    """Removes the least recently used files of stores that are not in use, if the disk has too little space for the
+    bytes that are to be written; a `StoreError` if there is too little space all the same."""
     free = _free(directory)
     for _, size, path in _entries(directory):
         if free < needed and path not in in_use:

@@ -38,32 +38,24 @@ HIDDEN = ""  # a column of an entry that rows do not have: what tells whether th
 
 class Entry(BlockFile):
     """All rows of one file. The file is two arrays over the same bytes: as int64 it has the offsets of every part, as
-    int32 the ids.
-
-    Attributes:
-        parts: the rows in order, in the batches in which they were made.
-        first_rows: (parts + 1,) int64, the first row of each part, and the number of rows.
-        values: the whole file as int32.
-        verified: how the rows were compared with the tokenizer.
-        compared: how many rows were compared.
-        columns: what rows have in addition to ids; None if that is nothing.
-        mark: of what was written together with it; empty without columns.
-    """
+    int32 the ids (`values`)."""
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         super().__init__(path, memory, facts)
+        # The mark is that of what was written together with it; empty without columns.
         columns, self.mark = path.with_suffix(COLUMNS), str(facts["columns"])
         self.columns = ColumnFile.again(columns, self.key, self.num_rows) if self.mark else None
         if self.columns is not None and self.columns.of != self.mark:
             raise missing(columns)
+        # The rows in order, in the batches in which they were made; where each begins (parts + 1,).
         self.parts = [self._part(first) for first in range(0, len(self.starts), _BLOCKS)]
         self.first_rows: RowNumbers = offsets_of(np.array([len(part) for part in self.parts], np.int64))
         self.values = np.frombuffer(memory, np.int32, memory.size // 4)
         self._offsets = np.frombuffer(memory, np.int64, memory.size // 8)
         # Where the ids and the offsets of each part begin in these arrays.
         self._ids_at, self._offsets_at = self.starts[_IDS::_BLOCKS] // 4, self.starts[_OFFSETS::_BLOCKS] // 8
-        self.verified: Verify = facts["verified"]
-        self.compared: int = facts["compared"]
+        self.verified: Verify = facts["verified"]  # how rows were compared with the tokenizer
+        self.compared: int = facts["compared"]  # and how many
 
     def _part(self, first: int) -> Tokenized:
         """The rows of a batch, in place, of which `first` is the first block. Ids are not compared with their checksum.
@@ -90,11 +82,7 @@ class Entry(BlockFile):
         return [self.path] if self.columns is None else [self.path, self.columns.path]
 
     def check_ids(self) -> None:
-        """Compares all ids, and columns, with their checksums.
-
-        Raises:
-            StoreError: some have been damaged.
-        """
+        """Compares all ids, and columns, with their checksums; a `StoreError` if some have been damaged."""
         for number in range(_IDS, len(self.starts), _BLOCKS):
             self.block(number)
         if self.columns is not None:
@@ -147,11 +135,8 @@ class Entry(BlockFile):
         )
 
     def places(self, rows: RowNumbers, lengths: RowNumbers) -> RowNumbers:
-        """Where the ids of some rows begin, in `values`. A part is compared with its checksum when first used.
-
-        Args:
-            rows: (m,) row numbers.
-            lengths: (m,) how many ids they have, as far as the caller knows.
+        """Where the ids of some rows (m,) begin, in `values`; the caller knows how many ids they have, (m,). A part is
+        compared with its checksum when first used.
 
         Raises:
             StoreError: the ids have been damaged, or this is not the file that the caller knows.
@@ -168,17 +153,8 @@ class Entry(BlockFile):
 
 
 def read_entry(path: Path, key: str, rows: int, check_ids: bool = True) -> Entry | None:
-    """Opens the entry of a file.
-
-    Args:
-        path: of the entry.
-        key: of the entry.
-        rows: of the file.
-        check_ids: compare the checksums of the ids; otherwise only those of everything else.
-
-    Returns:
-        The entry; None if there is none, or a damaged one, or another file.
-    """
+    """Opens the entry of a file with so many rows; None if there is none, or a damaged one, or another file. Without
+    `check_ids`, only the checksums of everything else are compared."""
     entry = Entry.open(path, key, rows)
     try:
         if entry is not None and check_ids:
@@ -189,41 +165,23 @@ def read_entry(path: Path, key: str, rows: int, check_ids: bool = True) -> Entry
 
 
 def is_verified(found: str | None, wanted: Verify) -> bool:
-    """Whether ids were compared with the tokenizer as is asked for, or better.
-
-    Args:
-        found: how they were compared; None if that is unknown.
-        wanted: the option.
-    """
+    """Whether ids were compared with the tokenizer as the option wants it, or better; None if it is unknown how."""
     return found in _LEVELS and _LEVELS.index(found) >= _LEVELS.index(wanted)
 
 
 class EntryWriter(BlockWriter):
-    """Writes an entry batch by batch, in a directory for unfinished files.
-
-    Args:
-        directory: where to write it.
-        key, source: see `BlockWriter`.
-        name: of the unfinished file; None for the key.
-
-    Attributes:
-        mark: see `Entry`.
-    """
+    """Writes an entry batch by batch, in a directory for unfinished files, under a name; None for the key. For the
+    other arguments see `BlockWriter`."""
 
     def __init__(self, directory: Path, key: str, source: str, name: str | None = None):
         super().__init__(directory / (name or key), key, source)
-        self.mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex  # see `Entry`
         self._compared = 0
         self._columns: ColumnWriter | None = None
 
     def write(self, tokens: Tokenized, compared: int, columns: pa.Table | None = None) -> None:
-        """Appends rows.
-
-        Args:
-            tokens: of n rows.
-            compared: how many of them were compared with the tokenizer.
-            columns: n rows of what else they have: always or never.
-        """
+        """Appends rows, of which some were compared with the tokenizer, and the columns of what else they have: always
+        or never."""
         if not len(tokens):
             return
         if columns is not None:

@@ -27,11 +27,7 @@ def too_little_space(directory: Path, needed: int, free: int) -> StoreError:
 
 
 def not_written(directory: Path, error: OSError, written: int) -> StoreError:
-    """The error for a store that could not be written.
-
-    Args:
-        written: bytes that were written before.
-    """
+    """The error for a store that could not be written, after some bytes were."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreError(
             f"{directory}: the disk is full after {written:,} bytes of the store were written: set cache_dir to a "

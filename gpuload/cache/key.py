@@ -110,24 +110,12 @@ def is_plain(value: Any) -> bool:
 
 
 def entry_key(content: bytes, decides: bytes) -> str:
-    """The name of an entry.
-
-    Args:
-        content: digest of the prompts of its file.
-        decides: from `decides_ids`.
-    """
+    """The name of an entry, by the digest of the prompts of its file, and what `decides_ids`."""
     return hashlib.blake2b(content + decides, digest_size=16).hexdigest()
 
 
 def key_maker(reference: Reference, options: Options, clock: Clock | None) -> Callable[[bytes], str] | str:
-    """How entries of a tokenizer are named, for those who write them elsewhere.
-
-    Args:
-        reference, options, clock: as for `TokenCache`.
-
-    Returns:
-        A function from the digest of a file's prompts (`Source.content`) to the key of its entry; or why no digest can
-        identify the ids.
-    """
+    """How entries of a tokenizer are named, for those who write them elsewhere: a function from the digest of a file's
+    prompts (`Source.content`) to the key of its entry; or why no digest can identify the ids."""
     reason = uncacheable_reason(reference, clock)
     return reason if reason else partial(entry_key, decides=decides_ids(reference, options, clock))

@@ -27,14 +27,8 @@ SETTLED = 10.0  # seconds; the coarsest file systems store times to 2 seconds, a
 def known_digest(
     directory: Path, file: "LocalFile | RemoteFile | None", names: Sequence[str], compute: Callable[[], bytes]
 ) -> bytes:
-    """The digest of some columns of a file.
-
-    Args:
-        directory: where digests are remembered.
-        file: the file; None if it is not known which one it is.
-        names: of the columns, and what else says which values are meant.
-        compute: computes the digest.
-    """
+    """The digest of some columns of a file (None: it is not known which one it is), which is remembered in a directory;
+    `compute` computes it. The names are of the columns, and of what else says which values are meant."""
     state, started = _state(file), time.time()
     if file is None or state is None:
         return compute()

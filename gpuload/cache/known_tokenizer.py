@@ -27,11 +27,8 @@ class KnownReference(Reference):
     """A `Reference` that opens the tokenizer when something is asked that is not remembered.
 
     The constructor of `Reference` would open it. What that sets is remembered, or taken from an opened one when it is
-    first asked for. `known_kind` mixes this class into other kinds of references.
-
-    Args:
-        open_tokenizer: opens it.
-        **own: what the constructor of this kind of reference keeps of its own arguments.
+    first asked for. `known_kind` mixes this class into other kinds of references; `own` is what their constructors keep
+    of their own arguments.
     """
 
     by_name = True
@@ -85,14 +82,8 @@ def known_kind(kind: type[Reference]) -> type[KnownReference]:
 
 
 def open_known(tokenizer: Any, options: Options, kind: type[Reference] = Reference, **own: Any) -> Reference:
-    """The tokenizer of a load; one that is remembered is opened when it is needed.
-
-    Args:
-        tokenizer: as for `load`.
-        options: of the load.
-        kind: what it is opened as.
-        **own: what this kind takes in addition, and keeps under the same names.
-    """
+    """The tokenizer of a load, as a kind of reference; one that is remembered is opened when it is needed. `own` is
+    what this kind takes in addition, and keeps under the same names."""
     open_tokenizer = partial(kind, tokenizer, **own, **options.of_tokenizer())
     known = known_kind(kind)(open_tokenizer, **own)
     path = _facts_path(tokenizer, options, kind, known.variant)

@@ -28,15 +28,8 @@ _Result = TypeVar("_Result")
 
 
 class SharedStore:
-    """A directory or a URL with files under names such as `tokens/KEY.arrow`.
-
-    Args:
-        location: a path that all machines can use, or a URL of any file system of fsspec.
-
-    Attributes:
-        location: the same; a path is absolute.
-        shown: for messages, without what may be secret.
-    """
+    """A directory that all machines can use, or the URL of any file system of fsspec, with files under names such as
+    `tokens/KEY.arrow`. `shown` is its location for messages, without what may be secret."""
 
     def __init__(self, location: str):
         self.location = location if is_url(location) else str(Path(location).expanduser().absolute())
@@ -70,11 +63,7 @@ class SharedStore:
     # -- the store itself ----------------------------------------------------------------------------------------------
 
     def create(self) -> str:
-        """Makes the store if there is none, and returns its name.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
+        """Makes the store if there is none, and returns its name; a `StoreError` if it cannot be written."""
         if (about := self.read(_ABOUT)) is None:
             if (directory := self._directory) is not None:
                 self._tried("write", lambda *_: directory.mkdir(parents=True, exist_ok=True))
@@ -179,11 +168,8 @@ class SharedStore:
         self._tried("write", write, name)
 
     def _tried(self, what: str, work: Callable[[Any, str], _Result], name: str = "") -> _Result:
-        """The result of some work with the file system and the path of a file, tried again if the storage fails.
-
-        Raises:
-            StoreError: it cannot be done.
-        """
+        """The result of some work with the file system and the path of a file, tried again if the storage fails; a
+        `StoreError` if it cannot be done."""
         fs, root = self._root
         return tried(lambda _: work(fs, f"{root}/{name}"), partial(self._error, what))
 
@@ -196,20 +182,3 @@ class SharedStore:
         else:
             remedy = "check that the storage is there on all nodes, and run the command again: what is complete remains"
         return StoreError(f"cannot {what} the store {self.shown}: {reason}: {remedy}")
-
-
-def fetched(cache_dir: str | None, key: str, path: Path) -> bool:
-    """Copies an entry from a store into the local token cache.
-
-    Args:
-        cache_dir: the option; nothing is done unless it is a URL.
-        key: of the entry.
-        path: where the local token cache has it.
-
-    Returns:
-        Whether there was such an entry.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    return bool(cache_dir) and is_url(str(cache_dir)) and SharedStore(str(cache_dir)).get(f"tokens/{key}.arrow", path)

@@ -58,29 +58,18 @@ class TokenCache:
     """The cache from the point of view of one load.
 
     Args:
-        options: of the load.
-        reference: the tokenizer.
         clock: formats the time that the template's `strftime_now` sees during the load; None if that is unknown.
         in_place: entries are used in place, as parts of a store on disk.
-
-    Attributes:
-        directory: where new entries are written.
-        found: name of a source → its entry.
-        missed: how many sources have tokens that must be made.
-        written: those of them whose tokens are cached now.
-        made: columns that are made together with ids.
-        seconds: spent on looking up, and on writing.
-        notes: why tokens are not cached.
     """
 
     def __init__(self, options: Options, reference: Reference, clock: Clock | None, in_place: bool = False):
         self._stores, self._in_place = store_directory(options.cache_dir), in_place
-        self.directory = self._stores if in_place else tokens_directory(options.cache_dir)
-        self.found: dict[str, Entry] = {}
-        self.missed = 0
-        self.written: list[str] = []
+        self.directory = self._stores if in_place else tokens_directory(options.cache_dir)  # of new entries
+        self.found: dict[str, Entry] = {}  # by the name of their source
+        self.missed = 0  # sources whose tokens must be made
+        self.written: list[str] = []  # those of them whose tokens are cached now
         self.seconds = {"look up": 0.0, "write": 0.0}
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # why tokens are not cached
         self._options = options
         self._missing: set[str] = set()  # sources to be cached
         self._contents: dict[str, bytes] = {}  # sources that are cached, or to be cached → digest of their prompts
@@ -93,7 +82,7 @@ class TokenCache:
         known = isinstance(reference, KnownReference)  # such a tokenizer was found to be cacheable
         reason = uncacheable_reason(reference, clock) if options.token_cache and not known else None
         usable = options.token_cache and reason is None
-        self.made = reference.made
+        self.made = reference.made  # columns that are made together with ids
         self._decides = decides_later(reference, options, clock) if usable else None
         # Of a tokenizer that is remembered, nobody has the object; opening it would take seconds.
         self._now = (lambda: None) if known or not usable else partial(changeable, reference)
@@ -136,8 +125,11 @@ class TokenCache:
         key = self._key(source)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
-        if entry is None and is_url(str(self._options.cache_dir)) and self._fetched(key, path):
-            entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
+        if entry is None and is_url(str(self._options.cache_dir)):
+            from gpuload.cache.shared_store import SharedStore
+
+            if SharedStore(str(self._options.cache_dir)).get(f"tokens/{key}.arrow", path):
+                entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None or not is_verified(entry.verified, self._options.verify) or not self._holds(source, entry):
             self._missing.add(source.name)
             return None
@@ -147,12 +139,6 @@ class TokenCache:
                 self._found_bytes += file.stat().st_size
                 os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
-
-    def _fetched(self, key: str, path: Path) -> bool:
-        """Copies an entry from the store of a cluster; returns whether there is one."""
-        from gpuload.cache.shared_store import fetched
-
-        return fetched(self._options.cache_dir, key, path)
 
     def _may_have(self, source: Source) -> bool:
         """Whether there may be an entry of a source: one with as many rows."""
@@ -193,11 +179,8 @@ class TokenCache:
         return self._key(source) if source.name in self._missing else None
 
     def columns_of(self, table: pa.Table, prompts: Prompts, tokens: Tokenized) -> pa.Table | None:
-        """What an entry has of rows in addition to their ids. Marks the ids if no entry may have them.
-
-        Args:
-            table, prompts, tokens: of n rows, of which nothing is from an entry.
-        """
+        """What an entry has of n rows, of which nothing is from an entry, in addition to their ids. Marks the ids if no
+        entry may have them."""
         if self.made is None or self._decides is None:
             return None
         columns: pa.Table
@@ -220,13 +203,7 @@ class TokenCache:
         compared: int,
         columns: pa.Table | None = None,
     ) -> None:
-        """Writes rows of a source, whose tokens were made by this load.
-
-        Args:
-            number: of the source.
-            rows: (n,) their numbers in its file.
-            tokens, compared, columns: of these rows, see `EntryWriter`.
-        """
+        """Writes rows (n,) of the source with this number, whose tokens were made by this load: see `EntryWriter`."""
         if self._stopped or source.name not in self._missing:
             return
         started = time.perf_counter()
@@ -264,15 +241,9 @@ class TokenCache:
             writer.close(self._options.verify)
 
     def finish(self, sources: Sequence[Source], trusted: bool) -> None:
-        """Turns the written files into entries, and removes old entries if there are too many.
-
-        Args:
-            sources: of the load.
-            trusted: no row differed from the tokenizer.
-
-        Raises:
-            SourceError: the prompts of a file have changed since its digest was computed.
-        """
+        """Turns the written files into entries, if no row differed from the tokenizer (`trusted`), and removes old
+        entries if there are too many; a `SourceError` if the prompts of a file have changed since its digest was
+        computed."""
         started = time.perf_counter()
         complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
         if complete and not self.unchanged:

@@ -4,7 +4,7 @@ A row is found by its number in the file alone, so that nothing has to be in mem
 and its number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,22 +12,17 @@ from typing import Any
 import numpy as np
 
 from gpuload.cache.entry import Entry
-from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
-
-_CHUNK = 1 << 22  # ids that are copied at a time
+from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
 
 
 @dataclass(frozen=True, eq=False)
-class DiskTokens:
+class DiskTokens(RowsInParts):
     """n rows of ids in mapped files; a `protocol.TokenStore`."""
 
     files: Sequence[Entry]  # the mapped files
     stored: RowNumbers  # (n,) int64, the number of each row, counted over the rows of all files
     lengths: RowNumbers  # (n,) int64
     owner: Any = None  # of files that are not in the cache
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     @cached_property
     def _first(self) -> RowNumbers:
@@ -36,14 +31,7 @@ class DiskTokens:
         return first
 
     def take(self, rows: RowNumbers) -> Ragged:
-        """Some rows, copied.
-
-        Args:
-            rows: (m,) row numbers.
-
-        Raises:
-            StoreError: the ids have been damaged.
-        """
+        """Some rows (m,), copied; a `StoreError` if the ids have been damaged."""
         stored, lengths = self.stored[rows], self.lengths[rows]
         offsets = offsets_of(lengths)
         file_of = np.searchsorted(self._first, stored, side="right") - 1
@@ -58,11 +46,3 @@ class DiskTokens:
             else:
                 values[ranges(offsets[slots], counts, within)] = file.values[source]
         return Ragged(values, offsets)
-
-    def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
-        """The ids of all rows in order, in arrays of bounded size."""
-        return chunks_of(self.take, self.lengths, _CHUNK)
-
-    def to_host(self) -> Ragged:
-        """All rows in memory: a copy, made each time."""
-        return from_chunks(self.chunks(), self.lengths)

@@ -8,10 +8,10 @@ arrays themselves, so the same code runs in host and in device memory.
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -38,9 +38,9 @@ def row_number(given: Any, count: int) -> int:
         TypeError: it is no integer.
         IndexError: there is no such row.
     """
-    if isinstance(given, bool) or getattr(given, "ndim", 0) > 0:  # a tensor with one element has an index, too
-        raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer")
     try:
+        if isinstance(given, bool) or getattr(given, "ndim", 0) > 0:  # a tensor with one element has an index, too
+            raise TypeError
         number = operator.index(given)
     except TypeError:
         raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer") from None
@@ -137,29 +137,6 @@ def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two sequences begin with in common."""
     differing = (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))
-
-
-def chunks_of(take: "Callable[[RowNumbers], Ragged]", lengths: RowNumbers, most: int) -> Iterator[Array]:
-    """The values of n rows in order, in arrays of at most `most` values; a row that has more is on its own.
-
-    `take` returns the rows with some numbers, (m,); `lengths` are those of all rows, (n,) int64.
-    """
-    offsets = offsets_of(lengths)
-    low = 0
-    while low < len(lengths):
-        high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + most, side="right")) - 1)
-        yield take(np.arange(low, high)).values
-        low = high
-
-
-def from_chunks(chunks: Iterable[Array], lengths: RowNumbers) -> "Ragged":
-    """What `chunks_of` takes apart, in one new array in host memory."""
-    offsets = offsets_of(lengths)
-    values, at = np.empty(int(offsets[-1]), np.int32), 0
-    for chunk in chunks:
-        values[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return Ragged(values, offsets)
 
 
 @dataclass(frozen=True)
@@ -262,6 +239,38 @@ class Ragged:
         """Makes rows from Python lists of ids."""
         offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
         values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
+        return Ragged(values, offsets)
+
+
+class RowsInParts:
+    """n rows of ids that are not in host memory, or not one after the other: they are copied there part by part."""
+
+    most_values: ClassVar[int] = 1 << 22  # of a part; a row that has more is on its own
+    if TYPE_CHECKING:
+
+        @property
+        def lengths(self) -> RowNumbers: ...
+
+        def take(self, rows: RowNumbers) -> Ragged: ...
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def chunks(self) -> Iterator[Array]:
+        """The ids of all rows in order, in arrays of bounded size in host memory."""
+        offsets, low = offsets_of(self.lengths), 0
+        while low < len(self):
+            high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + self.most_values, side="right")) - 1)
+            yield self.take(np.arange(low, high)).values
+            low = high
+
+    def to_host(self) -> Ragged:
+        """All rows in host memory: a copy, made each time."""
+        offsets = offsets_of(self.lengths)
+        values, at = np.empty(int(offsets[-1]), np.int32), 0
+        for chunk in self.chunks():
+            values[at : at + len(chunk)] = chunk
+            at += len(chunk)
         return Ragged(values, offsets)
 
 

@@ -43,13 +43,8 @@ class PartialDirectory:
     """A directory for unfinished files, each of which is renamed to its place once it is complete.
 
     Its name ends with `.partial`, and a file in it says whose it is and is locked until `remove`. If the process is
-    killed, the lock is released, and `remove_orphans` removes the directory.
-
-    Args:
-        parent: where to make it, on the file system of the files' places; made if missing.
-
-    Attributes:
-        path: of the directory.
+    killed, the lock is released, and `remove_orphans` removes the directory. Its parent, on the file system of the
+    files' places, is made if it is missing.
 
     Raises:
         OSError: it cannot be written.

@@ -19,15 +19,11 @@ _released = threading.Condition()
 
 
 class NoRoomError(HostMemoryError):
-    """There is too little memory for `tokenizers` to encode one text.
-
-    Attributes:
-        why: the message without the text's place.
-    """
+    """There is too little memory for `tokenizers` to encode one text."""
 
     def __init__(self, place: str, why: str):
         super().__init__(f"{place} {why}")
-        self.why = why
+        self.why = why  # the message without the text's place
 
 
 @contextmanager

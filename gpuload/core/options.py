@@ -210,11 +210,8 @@ def check_fields(values: Any, checks: Mapping[str, Must]) -> None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Checks arguments for the chat template.
-
-    Raises:
-        OptionError: one of them would change what `apply_chat_template` returns.
-    """
+    """Checks arguments for the chat template; an `OptionError` if one of them would change what `apply_chat_template`
+    returns."""
     for key in kwargs:
         if not isinstance(key, str):
             raise OptionError(
@@ -250,21 +247,13 @@ def is_template(text: str) -> bool:
 
 
 def check_format(given: Any, names: Sequence[str]) -> None:
-    """Checks the option `format`.
-
-    Raises:
-        OptionError: it is neither None nor one of these.
-    """
+    """Checks the option `format`; an `OptionError` if it is neither None nor one of these."""
     if given is not None and given not in names:
         raise OptionError(f"format={given!r}{nearest(str(given), set(names))}")
 
 
 def check_of_loaders(names: Sequence[str]) -> None:
-    """Checks names that are not those of options of a load.
-
-    Raises:
-        OptionError: one is an option of `loader`.
-    """
+    """Checks names that are not those of options of a load; an `OptionError` if one is an option of `loader`."""
     for name in names:
         if name in _OF_LOADERS:
             raise OptionError(

@@ -1,31 +1,24 @@
 """Rows that are made of pieces of the rows of a store, of which nothing is copied before it is used."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
+from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
 from gpuload.core.marks import IDS, LOSS
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
 from gpuload.packing.plan import whole_rows
 
-_CHUNK = 1 << 22  # tokens that are copied at a time
-
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class Sequences(RowsInParts):
     """n sequences that are made of the rows of a store; a `protocol.TokenStore`."""
 
     store: TokenStore
     plan: Plan  # of its rows; each pack is a sequence
     bits: np.int32 = IDS | LOSS  # what is kept of its tokens (`core.marks`): of sequences of pairs, no bit of a pair
-
-    def __len__(self) -> int:
-        return len(self.plan)
 
     @cached_property
     def lengths(self) -> RowNumbers:
@@ -34,13 +27,6 @@ class Sequences:
     def take(self, rows: RowNumbers) -> Ragged:
         found = tokens_of(self.store, self.plan.take(rows))
         return Ragged(found.values & self.bits, found.offsets)
-
-    def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
-        return chunks_of(self.take, self.lengths, _CHUNK)
-
-    def to_host(self) -> Ragged:
-        """All sequences in host memory: a copy, made each time."""
-        return from_chunks(self.chunks(), self.lengths)
 
 
 def stored(store: TokenStore) -> TokenStore:

@@ -12,17 +12,13 @@ from gpuload.packing import Plan
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What padded batches consist of.
+    """What padded batches consist of."""
 
-    Attributes:
-        side: "left" or "right", where rows are filled up.
-        planes: names of tensors: `input_ids`, `attention_mask`, and, in this order, some of `OTHER_PLANES`.
-        weights: if the loss of tokens has weights, the weight of each number (`core.marks`); batches then have a
-            `loss_weight`. Packed ones, too.
-    """
-
-    side: Literal["left", "right"]
+    side: Literal["left", "right"]  # where rows are filled up
+    # Names of tensors: `input_ids`, `attention_mask`, and, in this order, some of `OTHER_PLANES`
     planes: tuple[str, ...]
+    # If the loss of tokens has weights, the weight of each number (`core.marks`); batches then have a `loss_weight`.
+    # Packed ones, too
     weights: tuple[float, ...] = ()
 
 

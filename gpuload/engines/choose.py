@@ -25,7 +25,6 @@ def choose_engine(
     """The engine that `options.device` names.
 
     Args:
-        options, reference: of the load.
         exact_only: the tokenizer object itself must do everything.
         on_host: the class of the host's engine, which also does what a device's cannot.
         on_device: makes a device's engine; None for that of prompts.

@@ -9,7 +9,7 @@ all rows one after the other, each field a column over them, and which keys each
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,82 +31,55 @@ Fetch = Callable[[np.ndarray[Any, Any]], pa.Array]
 
 @dataclass(eq=False)
 class Field:
-    """One field of all m messages.
+    """One field of all m messages."""
 
-    Attributes:
-        name: as in the file.
-        kind: (m,) int64, `NULL`, `TEXTS`, `EMPTY` or `OTHER`.
-        texts: m texts, for a field of which some value may be one.
-        type_name: for messages about a value that is something else: "a list", "a struct", "int64" ... Empty for a
-            field of strings.
-    """
-
-    name: str
-    kind: Array
-    texts: TextColumn | None = None
+    name: str  # as in the file
+    kind: Array  # (m,) int64, `NULL`, `TEXTS`, `EMPTY` or `OTHER`
+    texts: TextColumn | None = None  # m texts, for a field of which some value may be one
+    # For messages about a value that is something else: "a list", "a struct", "int64" ... Empty for a field of strings
     type_name: str = ""
 
 
 @dataclass(eq=False)
 class Conversations:
-    """n conversations with m messages in all; `protocol.Prompts` of an engine that renders by column.
+    """n conversations with m messages in all; `protocol.Prompts` of an engine that renders by column."""
 
-    Attributes:
-        ops: the engine's operations on texts, for the memory that holds all of this.
-        valid: (n,) bool, false where a row is null.
-        first: (n,) int64, the number of each row's first message.
-        count: (n,) int64, how many messages each row has.
-        present: (m,) bool, false where a message is null.
-        fields: in the struct's order.
-        fetch: row numbers → those rows as an Arrow array in host memory.
-        keys: where messages have different keys, each distinct list of them, in their order. None: each message has
-            all fields.
-        keyed: (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`.
-        rejected: row → why no prompt can be made of it, where that is known already.
-        by_reference: row → why transformers must render it, where that is known already.
-        objects: n rows as Python objects, if they came as such, from JSON.
-    """
-
-    ops: TextOperations
-    valid: Array
-    first: Array
-    count: Array
-    present: Array
-    fields: list[Field]
-    fetch: Fetch
+    ops: TextOperations  # the engine's operations on texts, for the memory that holds all of this
+    valid: Array  # (n,) bool, false where a row is null
+    first: Array  # (n,) int64, the number of each row's first message
+    count: Array  # (n,) int64, how many messages each row has
+    present: Array  # (m,) bool, false where a message is null
+    fields: list[Field]  # in the struct's order
+    fetch: Fetch  # row numbers → those rows as an Arrow array in host memory
+    # Where messages have different keys, each distinct list of them, in their order. None: each message has all fields
     keys: Sequence[tuple[str, ...]] | None = None
+    # (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`
     keyed: Array | None = None
+    # Row → why no prompt can be made of it, where that is known already
     rejected: Mapping[int, str] = field(default_factory=dict)
+    # Row → why transformers must render it, where that is known already
     by_reference: Mapping[int, str] = field(default_factory=dict)
-    objects: Sequence[Any] | None = None
+    objects: Sequence[Any] | None = None  # n rows as Python objects, if they came as such, from JSON
 
     def __len__(self) -> int:
         return len(self.first)
 
     def take(self, rows: Array) -> "Conversations":
-        """Some of the rows, over the same messages.
-
-        Args:
-            rows: (k,) ascending row numbers, in host memory.
-        """
+        """Some of the rows (k,), over the same messages; their numbers ascend, and are in host memory."""
         numbers = np.asarray(rows)
         with self.ops.current():
             at = self.ops.xp.asarray(numbers)
             valid, first, count = self.valid[at], self.first[at], self.count[at]
         fetch = self.fetch
-        return Conversations(
-            self.ops,
-            valid,
-            first,
-            count,
-            self.present,
-            self.fields,
-            lambda some: fetch(numbers[some]),
-            self.keys,
-            self.keyed,
-            _of_rows(self.rejected, numbers),
-            _of_rows(self.by_reference, numbers),
-            None if self.objects is None else [self.objects[row] for row in numbers.tolist()],
+        return replace(
+            self,
+            valid=valid,
+            first=first,
+            count=count,
+            fetch=lambda some: fetch(numbers[some]),
+            rejected=_of_rows(self.rejected, numbers),
+            by_reference=_of_rows(self.by_reference, numbers),
+            objects=None if self.objects is None else [self.objects[row] for row in numbers.tolist()],
         )
 
     def to_arrow(self, rows: Array) -> pa.Array:
@@ -212,13 +185,8 @@ MOST_KEYS = 64
 def from_rows(
     ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, str], plain: bool = True
 ) -> Conversations:
-    """Conversations as Python objects, from JSON. Each message keeps its keys.
-
-    Args:
-        rows: (n,) lists of messages, which are dicts; anything where a row is rejected.
-        rejected: row → why no prompt can be made of it.
-        plain: whether everything in them is plain data.
-    """
+    """Conversations as Python objects, from JSON: lists of messages, each of which keeps its keys; anything where a row
+    is rejected. `plain`: everything in them is plain data."""
     xp = ops.xp
     messages = [message for number, row in enumerate(rows) if number not in rejected for message in row]
     count = np.array([0 if number in rejected else len(row) for number, row in enumerate(rows)], np.int64)
@@ -248,13 +216,7 @@ def from_rows(
 
 
 def from_texts(ops: TextOperations, texts: TextColumn, valid: Array, fetch: Fetch) -> Conversations:
-    """A column of plain strings: each is a conversation of one user message.
-
-    Args:
-        texts: n texts.
-        valid: (n,) bool, false where a row is null.
-        fetch: row numbers → those rows as an Arrow array of strings in host memory.
-    """
+    """A column of plain strings: each is a conversation of one user message. What is fetched are strings, too."""
     xp, n = ops.xp, len(texts)
     user = TextColumn(xp.asarray(np.frombuffer(b"user", np.uint8)), xp.zeros(n, np.int64), xp.full(n, 4, np.int64))
     kind = xp.full(n, TEXTS, np.int64)
@@ -272,12 +234,8 @@ def from_texts(ops: TextOperations, texts: TextColumn, valid: Array, fetch: Fetc
 def _fields(
     ops: TextOperations, parts: Sequence[pa.Array], present: Sequence[Array], order: Array | None
 ) -> list[Field]:
-    """The fields of messages that are in several arrays of structs.
-
-    Args:
-        present: for each of them, (k,) bool, false where a message is null.
-        order: (m,) the messages, numbered over all of them; None if there is one, in order.
-    """
+    """The fields of messages that are in several arrays of structs, where they are `present` (k,). The `order` (m,) is
+    of the messages of all arrays; None if there is one array, in order."""
     names = [[one.name for one in part.type] for part in parts]
     if any(len(set(some)) < len(some) for some in names):  # as_py of such a row is an error
         return [Field(name, ops.xp.zeros(0, np.int64)) for some in names for name in some]

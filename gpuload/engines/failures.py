@@ -44,11 +44,8 @@ def explained(engine: Engine, error: Exception) -> Exception:
 
 @contextmanager
 def explaining(kernels: Any, work: str) -> Iterator[None]:
-    """A block of work on a device after a load, whose errors say what to do. What it has allocated is given back.
-
-    Args:
-        kernels: of the device.
-        work: in words, such as "making a batch".
+    """A block of work on a device after a load, in words such as "making a batch", whose errors say what to do. What it
+    has allocated is given back.
 
     Raises:
         ContextLostError: nothing in this process can use the device any more.

@@ -28,11 +28,7 @@ _MOST_LOADS = 256
 
 
 class KeptEngine:
-    """Builds engines as another `EngineBuilder` does, and gives them to later loads as well.
-
-    Args:
-        build: builds an engine.
-    """
+    """Builds engines as another `EngineBuilder` does, and gives them to later loads as well."""
 
     def __init__(self, build: EngineBuilder):
         self._build = build

@@ -33,29 +33,20 @@ class TextColumn:
     """n texts as slices of one buffer: text i is `data[start[i] : start[i] + length[i]]`.
 
     Slices may overlap, leave gaps and come in any order, so that stripping or cutting a text copies no bytes.
-
-    Attributes:
-        data: (bytes,) uint8, UTF-8.
-        start: (n,) int64.
-        length: (n,) int64, bytes. A null is a text of length 0.
     """
 
-    data: Array
-    start: Array
-    length: Array
+    data: Array  # (bytes,) uint8, UTF-8
+    start: Array  # (n,) int64
+    length: Array  # (n,) int64, bytes. A null is a text of length 0
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 class TextOperations(Protocol):
-    """What a compiled template needs to know about a column of text: implemented in NumPy, and by kernels.
+    """What a compiled template needs to know about a column of text: implemented in NumPy, and by kernels."""
 
-    Attributes:
-        xp: the array module of all arguments and results, NumPy or CuPy.
-    """
-
-    xp: ModuleType
+    xp: ModuleType  # the array module of all arguments and results, NumPy or CuPy
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes the arrays' device the current one of the calling thread."""
@@ -108,13 +99,9 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class ArrowPrompts:
-    """Prompts as an Arrow array in host memory.
+    """Prompts as an Arrow array in host memory."""
 
-    Attributes:
-        column: (n,) messages, strings or JSON; see `sources.types.check_prompt_type`.
-    """
-
-    column: pa.Array
+    column: pa.Array  # (n,) messages, strings or JSON; see `sources.types.check_prompt_type`
 
     def __len__(self) -> int:
         return len(self.column)
@@ -134,21 +121,13 @@ def add_seconds(into: dict[str, float], more: Mapping[str, float]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class RowCounts:
-    """How n prompts were rendered.
+    """How n prompts were rendered."""
 
-    Attributes:
-        rejected: row → why no prompt can be made of it.
-        compiled_rows: rows rendered by the compiled template, or taken as plain text.
-        reasons: why rows were rendered by transformers → how many.
-        reason_seconds: reason → the time that its rows took.
-        control_rows: rows whose messages contain the text of a control token.
-    """
-
-    rejected: dict[int, str] = field(default_factory=dict)
-    compiled_rows: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    reason_seconds: dict[str, float] = field(default_factory=dict)
-    control_rows: int = 0
+    rejected: dict[int, str] = field(default_factory=dict)  # row → why no prompt can be made of it
+    compiled_rows: int = 0  # rows rendered by the compiled template, or taken as plain text
+    reasons: dict[str, int] = field(default_factory=dict)  # why rows were rendered by transformers → how many
+    reason_seconds: dict[str, float] = field(default_factory=dict)  # reason → the time that its rows took
+    control_rows: int = 0  # rows whose messages contain the text of a control token
 
     @property
     def reference_rows(self) -> int:
@@ -167,20 +146,14 @@ class RowCounts:
 @dataclass(kw_only=True, eq=False)
 class RenderedRows:
     """What became of each of n prompts when they were rendered. Every row that is in neither dict was rendered by the
-    compiled template, or taken as plain text: so no row is counted twice, and none is missing.
+    compiled template, or taken as plain text: so no row is counted twice, and none is missing."""
 
-    Attributes:
-        rejected: row → why no prompt can be made of it.
-        by_reference: row → why it was given to transformers; some of these rows may be rejected.
-        reason_seconds: reason → the time that its rows took.
-        control_rows: rows whose messages contain the text of a control token.
-        with_control: (n,) bool in host memory, which rows these are; None where only their number is known.
-    """
-
-    rejected: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)  # row → why no prompt can be made of it
+    # Row → why it was given to transformers; some of these rows may be rejected
     by_reference: dict[int, str] = field(default_factory=dict)
-    reason_seconds: dict[str, float] = field(default_factory=dict)
-    control_rows: int = 0
+    reason_seconds: dict[str, float] = field(default_factory=dict)  # reason → the time that its rows took
+    control_rows: int = 0  # rows whose messages contain the text of a control token
+    # (n,) bool in host memory, which rows these are; None where only their number is known
     with_control: Array | None = None
 
     def __len__(self) -> int:
@@ -217,11 +190,7 @@ class RenderedRows:
         return {name: getattr(self, name) for name in names}
 
     def add(self, other: "RenderedRows", first_row: int) -> None:
-        """Adds further rows.
-
-        Args:
-            first_row: the number that the other's row 0 has here.
-        """
+        """Adds further rows, of which the first one has a number here."""
         self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
         self.by_reference.update((first_row + row, reason) for row, reason in other.by_reference.items())
         add_seconds(self.reason_seconds, other.reason_seconds)
@@ -251,24 +220,17 @@ class RenderedText(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Tokenized(RowCounts):
-    """n rows of token ids, made by an engine or found in the token cache.
+    """n rows of token ids, made by an engine or found in the token cache."""
 
-    Attributes:
-        ids: n rows, in the engine's memory or in a mapped file; a rejected row is empty.
-        text_sizes: (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`.
-        text_nbytes: their sum.
-        fallback_rows: rows that the engine's own tokenizer handed to another one.
-        invalid: row → which of its other columns is not valid; None where that is not known yet.
-        transient: some rows are rejected for a reason that another load may not have, so no cache may keep these.
-        counts: what else was counted of these rows, such as those that a trainer's function has tokenized.
-    """
-
-    ids: Ragged
-    text_sizes: Array
-    text_nbytes: int
-    fallback_rows: int = 0
+    ids: Ragged  # n rows, in the engine's memory or in a mapped file; a rejected row is empty
+    text_sizes: Array  # (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`
+    text_nbytes: int  # their sum
+    fallback_rows: int = 0  # rows that the engine's own tokenizer handed to another one
+    # Row → which of its other columns is not valid; None where that is not known yet
     invalid: dict[int, str] | None = None
+    # Some rows are rejected for a reason that another load may not have, so no cache may keep these
     transient: bool = False
+    # What else was counted of these rows, such as those that a trainer's function has tokenized
     counts: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -321,34 +283,26 @@ class TokenStore(Protocol):
 
 
 class Engine(Protocol):
-    """The stages of a load on one kind of machine.
+    """The stages of a load on one kind of machine."""
 
-    Attributes:
-        name: "cpu" or "cuda".
-        device: where batches are made.
-        host: the engine that takes over where this one fails: that of the host, maybe itself.
-        notes: lines for the report: why a faster way is not used. Asking may build the encoder.
-        counts: what the engine has counted for the report, in words → how many.
-    """
-
-    name: str
-    device: torch.device
+    name: str  # "cpu" or "cuda"
+    device: torch.device  # where batches are made
 
     @property
-    def host(self) -> "Engine": ...
+    def host(self) -> "Engine":
+        """The engine that takes over where this one fails: that of the host, maybe itself."""
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the report: why a faster way is not used. Asking may build the encoder."""
 
     @property
-    def counts(self) -> dict[str, int]: ...
+    def counts(self) -> dict[str, int]:
+        """What the engine has counted for the report, in words → how many."""
 
     def describe(self, compiled: bool = True) -> str:
-        """One line for the report: what renders and what encodes. Asking may build the encoder.
-
-        Args:
-            compiled: whether the compiled template has rendered any row, as far as there is one.
-        """
+        """One line for the report: what renders and what encodes, and whether the compiled template has rendered any
+        row, as far as there is one. Asking may build the encoder."""
 
     def lost(self) -> str | None:
         """Why nothing in this process can use the engine's device any more, or None; asked after a failure."""
@@ -368,11 +322,8 @@ class Engine(Protocol):
     def read(
         self, source: Source, prompt_key: str, keep_prompts: bool
     ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
-        """The rows of a source in order, part by part: their columns in host memory, and their prompts.
-
-        Args:
-            keep_prompts: the tables must have the prompt column too.
-        """
+        """The rows of a source in order, part by part: their columns in host memory, if `keep_prompts` with that of
+        prompts, and their prompts."""
 
     def render(self, prompts: Prompts) -> RenderedText:
         """(n,) prompts → (n,) texts."""

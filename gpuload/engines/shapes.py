@@ -21,16 +21,12 @@ _MOST_CODES = 1 << 60  # beyond this, another field could overflow a 64-bit code
 
 @dataclass(eq=False)
 class Grouped:
-    """The rows of a column, by what is to be done with them.
+    """The rows of a column, by what is to be done with them."""
 
-    Attributes:
-        groups: what returns the shape, and ascending row numbers; the largest group first.
-        rejected: row → why no prompt can be made of it.
-        by_reference: row → why it fits no shape and must be rendered by transformers.
-    """
-
+    # What returns the shape, and ascending row numbers; the largest group first
     groups: list[tuple[Callable[[], Shape], Array]] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)  # row → why no prompt can be made of it
+    # Row → why it fits no shape and must be rendered by transformers
     by_reference: dict[int, str] = field(default_factory=dict)
 
 
@@ -115,11 +111,8 @@ def _reject_incomplete(column: Conversations, found: Grouped) -> None:
 
 
 def _record(column: Conversations, messages: Array, into: dict[int, str], reason: Reason) -> None:
-    """Records a reason for every row with one of the given messages, unless it has one already.
-
-    Args:
-        messages: (m,) bool; the first such message of a row gives the reason.
-    """
+    """Records a reason for every row with one of the given messages (m,), of which the first one gives the reason,
+    unless it has one already."""
     xp = column.ops.xp
     found = xp.flatnonzero(messages)
     if not len(found):

@@ -9,10 +9,11 @@ The result, a list of paths with their rows, is the same for every engine. Writi
 `host/render.py` and `device/render.py`.
 """
 
+import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -49,21 +50,13 @@ Together = Callable[["Walk", Array], Array]
 
 
 class PrintedSegments(NamedTuple):
-    """A segment that k rows print.
+    """A segment that k rows print."""
 
-    Attributes:
-        rows: (k,) their numbers.
-        place: (k,) how many segments each has printed before.
-        source: a literal; or a field of messages, and what is done to its texts.
-        messages: (k,) of which message, by its number among all; nothing for a literal.
-        loss: "first" for the first text of a generation block, "more" for its others, empty outside.
-    """
-
-    rows: Array
-    place: Array
-    source: str | Source
-    messages: Array
-    loss: str
+    rows: Array  # (k,) their numbers
+    place: Array  # (k,) how many segments each has printed before
+    source: str | Source  # a literal; or a field of messages, and what is done to its texts
+    messages: Array  # (k,) of which message, by its number among all; nothing for a literal
+    loss: str  # "first" for the first text of a generation block, "more" for its others, empty outside
 
     def of(self, kept: Array) -> "PrintedSegments":
         """What some of the rows print: (k,) bool."""
@@ -73,41 +66,25 @@ class PrintedSegments(NamedTuple):
 
 class Learned(NamedTuple):
     """k parts of rows that have loss: from some bytes behind the beginning of a segment to some bytes behind that of
-    another one.
+    another one."""
 
-    Attributes:
-        rows: (k,) their numbers.
-        begin: (k,) how many segments of the row are before the first one.
-        begin_bytes: (k,) where in it the part begins.
-        end, end_bytes: (k,) the same for its end.
-    """
-
-    rows: Array
-    begin: Array
-    begin_bytes: Array
-    end: Array
-    end_bytes: Array
+    rows: Array  # (k,) their numbers
+    begin: Array  # (k,) how many segments of the row are before the first one
+    begin_bytes: Array  # (k,) where in it the part begins
+    end: Array  # (k,) the same for its end
+    end_bytes: Array  # likewise
 
 
 @dataclass(eq=False)
 class Printed:
-    """What rows of a column print.
+    """What rows of a column print."""
 
-    Attributes:
-        count: (n,) int64, how many segments each row has; 0 if it is not among the rows that reached the end.
-        parts: the segments, in any order.
-        rejected: row → why the template rejects it.
-        unknown: rows that took a way that is not known yet.
-        others: rows that only `RowRenderer` can render.
-        learned: what has loss; None if nobody asks.
-    """
-
-    count: Array
-    parts: list[PrintedSegments]
-    rejected: dict[int, str]
-    unknown: Array
-    others: Array
-    learned: Learned | None = None
+    count: Array  # (n,) int64, how many segments each row has; 0 if it is not among the rows that reached the end
+    parts: list[PrintedSegments]  # the segments, in any order
+    rejected: dict[int, str]  # row → why the template rejects it
+    unknown: Array  # rows that took a way that is not known yet
+    others: Array  # rows that only `RowRenderer` can render
+    learned: Learned | None = None  # what has loss; None if nobody asks
 
 
 class Walk:
@@ -117,21 +94,8 @@ class Walk:
     Columns of texts and answers are computed once, however many shapes ask for them.
 
     Args:
-        program: the compiled template.
-        prompts: n conversations.
         paths_only: only find paths: render no row, and look for no text of control tokens.
         together: renders rows that share no tree, as far as that pays, and returns the others (`host/passes.py`).
-
-    Attributes:
-        program, prompts: the same.
-        paths: each path that rows take, with their ascending numbers.
-        printed: what rows print that went through the automaton together.
-        texts: row → the text of a row that was rendered by itself, UTF-8.
-        answers: row → each part with loss in that text, in bytes; empty if the program has none.
-        rejected: row → why no prompt can be made of it.
-        by_reference: row → why it was given to transformers.
-        reason_seconds: reason → the time that its rows took.
-        control_rows: how many rows contain the text of a control token.
     """
 
     def __init__(
@@ -141,12 +105,12 @@ class Walk:
         self.program, self._ops = program, prompts.ops
         self._columns: dict[tuple[str, Operations], TextColumn] = {}
         self._answers: dict[Predicate, Array] = {}
-        self.paths: list[tuple[Path, Array]] = []
-        self.printed: list[Printed] = []
-        self.texts: dict[int, bytes] = {}
-        self.answers: dict[int, list[Answer]] = {}
+        self.paths: list[tuple[Path, Array]] = []  # each path that rows take, with their ascending numbers
+        self.printed: list[Printed] = []  # by rows that went through the automaton together
+        self.texts: dict[int, bytes] = {}  # row → the text of a row that was rendered by itself, UTF-8
+        self.answers: dict[int, list[Answer]] = {}  # row → the parts with loss in that text, in bytes
         found = group(prompts)
-        self.rejected = found.rejected
+        self.rejected = found.rejected  # row → why no prompt can be made of it
         by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}
         # Where nearly every row has another shape, trees do not pay.
         many = len(found.groups) > FREE_LEAVES and program.takes_any_shape
@@ -168,8 +132,8 @@ class Walk:
         if paths_only:
             return
         self._with_control = self._find_control_tokens()
-        self.by_reference: dict[int, str] = {}
-        self.reason_seconds: dict[str, float] = {}
+        self.by_reference: dict[int, str] = {}  # row → why it was given to transformers
+        self.reason_seconds: dict[str, float] = {}  # reason → the time that its rows took
         if few:
             alone = np.sort(on_host(self._ops.xp.concatenate(few)))
             if together is not None:
@@ -187,6 +151,12 @@ class Walk:
             "control_rows": self.control_rows,
             "with_control": self._with_control,
         }
+
+    def of_paths(self, prompts: Conversations, paths: list[tuple[Path, Array]]) -> Self:
+        """Other rows over the same messages, of which is known that they take these paths."""
+        made = copy.copy(self)
+        made.prompts, made.paths, made.rejected = prompts, paths, {}
+        return made
 
     def column(self, name: str, operations: Operations = ()) -> TextColumn:
         """The texts of one field of all messages, after some operations."""
@@ -253,11 +223,8 @@ class Walk:
         return on_host(counted[prompts.first + prompts.count] > counted[prompts.first]).copy()
 
     def render_rows(self, reasons: dict[int, str]) -> None:
-        """Renders rows one by one: by what is known of the template's loops, or else with transformers.
-
-        Args:
-            reasons: ascending row numbers → why they take no path.
-        """
+        """Renders rows one by one: by what is known of the template's loops, or else with transformers. Their numbers
+        ascend, and have reasons why they take no path."""
         if not reasons:
             return
         program, plain = self.program, True
@@ -320,11 +287,7 @@ def _object(row: pa.Array) -> Any:
 
 
 def _has_control_token(messages: Sequence[Any], searched: Collection[str], control: ControlTokens) -> bool:
-    """Whether a text in some messages has the text of a control token.
-
-    Args:
-        searched: fields whose texts were searched as columns.
-    """
+    """Whether a text in some messages has the text of a control token; texts of some fields were searched before."""
     return any(
         control.found_in(value)
         for message in messages

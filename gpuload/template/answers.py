@@ -106,11 +106,8 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
 def cuts_between(
     literal: str, opened: bool, sides: tuple[str | bool | None, ...], calling: bool, turns: Turns
 ) -> list[int]:
-    """`_cuts` of the literals between the texts of two messages that follow each other.
-
-    `sides` are their roles; False at the beginning and at the end. `calling`: the first one has an answer without a
-    text, and is the last one.
-    """
+    """`_cuts` of the literals between the texts of two messages that follow each other. `sides` are their roles; False
+    at the beginning and at the end. `calling`: the first one has an answer without a text, and is the last one."""
     key = (literal, opened, *sides, calling)
     if (known := turns.cuts.get(key)) is None:
         roles: list[Any] = [role for role in sides if role is not False]
@@ -255,7 +252,6 @@ class Answers:
     """Finds the parts with loss in what one template renders.
 
     Args:
-        call: tokenizer, template and constants.
         loss_on: "assistant" for all answers, "last" for those of the last message of an assistant, "marked" for those
             that have loss as their messages say (`loss_marks.py`).
         weights: other than 0 and 1, that messages may have.

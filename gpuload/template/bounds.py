@@ -6,8 +6,6 @@ bounds, in characters or items. Filters and methods that are not listed here ret
 their arguments: for these it is enough to look at the result.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping

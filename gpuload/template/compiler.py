@@ -45,24 +45,15 @@ MOST_KNOWN = 8
 
 
 class ChatProgram:
-    """A compiled chat template. Made by `compile`.
-
-    Attributes:
-        call: the tokenizer, the template and the constants of the load.
-        answers: finds the parts of a conversation that have loss; None if nobody asks.
-        trees: the decision tree of each shape seen so far.
-        not_compilable: why nothing of this template can be compiled, or None.
-        leaves: number of paths traced so far.
-        lock: must be held while trees are grown. They may be walked without it.
-    """
+    """A compiled chat template. Made by `compile`."""
 
     def __init__(self, call: TemplateCall, answers: Answers | None = None) -> None:
         self.call = call
-        self.answers = answers
-        self.trees: dict[Shape, Tree] = {}
-        self.not_compilable: str | None = None
-        self.leaves = 0
-        self.lock = threading.Lock()
+        self.answers = answers  # finds the parts of a conversation that have loss; None if nobody asks
+        self.trees: dict[Shape, Tree] = {}  # of each shape seen so far
+        self.not_compilable: str | None = None  # why nothing of this template can be compiled
+        self.leaves = 0  # number of paths traced so far
+        self.lock = threading.Lock()  # must be held while trees are grown. They may be walked without it
         self._tracer: Tracer | None = None
         self._checked: set[str] = set()  # reasons for which transformers has rendered a row
         self._rows: dict[bool, RowRenderer | ByReference] = {}  # by whether rows have tools of their own
@@ -79,14 +70,8 @@ class ChatProgram:
         return self.trees.get(shape) or Tree()
 
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None:
-        """Trace the path of one conversation and add it to the tree of its shape. The caller holds `lock`.
-
-        Args:
-            rows: number of rows that have arrived at the same open node of the tree.
-
-        Returns:
-            None, or why these rows have to be rendered by transformers.
-        """
+        """Trace the path of one conversation and add it to the tree of its shape. The caller holds `lock`. Return None,
+        or why all rows that have arrived at the same open node of the tree have to be rendered by transformers."""
         if self.leaves >= MOST_LEAVES:
             return f"more than {MOST_LEAVES} paths through the template"
         if self.leaves >= FREE_LEAVES and rows < FEWEST_ROWS:
@@ -124,15 +109,9 @@ class ChatProgram:
     def render_row(
         self, messages: Sequence[Any], tools: list[dict[str, Any]] | None = None
     ) -> RenderedRow | Rejected | ByReference:
-        """Render one conversation whatever its shape, without transformers if that is possible.
-
-        Args:
-            messages: plain data, as `json.loads` returns it.
-            tools: those of this conversation, likewise; None for those of all.
-
-        Returns:
-            Its text with the parts that have loss; or why the template rejects it, or transformers must render it.
-        """
+        """Render one conversation whatever its shape, without transformers if that is possible. Messages are plain
+        data, as `json.loads` returns it, and so are tools of its own. Return its text with the parts that have loss; or
+        why the template rejects it, or transformers must render it."""
         rows = self.renderer(tools is not None)
         return rows if isinstance(rows, ByReference) else rows.render(messages, tools)
 
@@ -165,7 +144,7 @@ class ChatProgram:
             decisions = next((path for path, leaf in tree.leaves() if leaf is None and path not in unreachable), None)
             if decisions is None:
                 break
-            texts = self._tracer.example(plain, decisions)
+            texts = self._tracer.prober.example(plain, decisions)
             if texts is None or self.grow(tree, shape, texts, FEWEST_ROWS) is not None:
                 unreachable.add(decisions)
         return tree

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gpuload.reference.template_call import OwnReasonError
@@ -90,18 +91,12 @@ class _Marks:
         return value
 
     def _arguments(self, number: int, value: Any) -> Any:
-        marked = self._json_text(number, value) if isinstance(value, str) else self._values(number, value)
+        if isinstance(value, str):
+            marked = self._json_text(number, value)
+        else:
+            marked = with_texts(value, partial(self._mark, number))
         self.others.append(marked if isinstance(marked, str) else json.dumps(marked, ensure_ascii=False, default=str))
         return marked
-
-    def _values(self, number: int, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._mark(number, value)
-        if isinstance(value, list):
-            return [self._values(number, each) for each in value]
-        if isinstance(value, dict):
-            return {name: self._values(number, each) for name, each in value.items()}
-        return value
 
     def _json_text(self, number: int, text: str) -> str:
         """Arguments as JSON text, with marks in its strings that are no keys; any other text is one mark."""
@@ -112,6 +107,15 @@ class _Marks:
         return _JSON_STRING.sub(
             lambda found: found[0] if found[1] or found[0] == '""' else f'"{self._mark(number, found[0][1:-1])}"', text
         )
+
+
+def with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Plain data with something else in place of each text that is no key."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: with_texts(each, change) for name, each in value.items()}
+    return [with_texts(each, change) for each in value] if isinstance(value, list) else value
 
 
 def texts_in(value: Any) -> Iterator[str]:

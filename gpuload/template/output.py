@@ -1,7 +1,5 @@
 """The output of a template, and which parts of it are `{% generation %}` blocks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ the literals that the predicates test for, in several positions. All texts of a 
 traced row. If one probe differs, the path is not used, and its rows are rendered by transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,13 +55,8 @@ class Prober:
         decisions: Sequence[tuple[Predicate, bool]],
         conversation: Callable[[Mapping[tuple[int, str], str]], list[dict[str, Any]]],
     ) -> Leaf:
-        """Probe a leaf.
-
-        Args:
-            leaf: the result of the trace of a row of some shape.
-            texts: the texts of this row, by message and field.
-            decisions: the predicates of the trace with their answers.
-            conversation: builds the messages of a conversation of this shape from its texts.
+        """Probe the leaf that the trace of a row of some shape has led to, by decisions about the row's texts. From
+        texts, `conversation` builds the messages of a conversation of this shape.
 
         Returns:
             `leaf`, or a `ByReference` leaf if a probe differs. A `Rejected` leaf gets the message that transformers

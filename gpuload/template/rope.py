@@ -16,6 +16,7 @@ by transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partialmethod
 from typing import NoReturn, cast
 
 from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations
@@ -152,15 +153,9 @@ class Rope(Symbol):
             if fits:
                 reject(f"searches joined texts for {needle!r}, which could match across their border")
 
-    def startswith(self, prefix: object, *range_: object) -> bool:
-        return self._at_end(prefix, range_, "startswith")
-
-    def endswith(self, suffix: object, *range_: object) -> bool:
-        return self._at_end(suffix, range_, "endswith")
-
-    def _at_end(self, affix: object, range_: tuple[object, ...], test: str) -> bool:
+    def _at_end(self, test: str, affix: object, *range_: object) -> bool:
         if isinstance(affix, tuple) and not range_:
-            return any(self._at_end(option, (), test) for option in affix)
+            return any(self._at_end(test, option) for option in affix)
         if type(affix) is not str or range_:
             reject(f"calls {test} with something other than plain strings")
         pieces = list(self._pieces if test == "startswith" else self._pieces[::-1])
@@ -181,6 +176,9 @@ class Rope(Symbol):
                 return False
             rest = rest[len(piece) :] if test == "startswith" else rest[: len(rest) - len(piece)]
         return True
+
+    startswith = partialmethod(_at_end, "startswith")
+    endswith = partialmethod(_at_end, "endswith")
 
     # Operations.
 
@@ -218,13 +216,7 @@ class Rope(Symbol):
             pieces.pop(0)
         return pieces
 
-    def removeprefix(self, prefix: object) -> Rope:
-        return self._remove(prefix, "removeprefix")
-
-    def removesuffix(self, suffix: object) -> Rope:
-        return self._remove(suffix, "removesuffix")
-
-    def _remove(self, affix: object, name: str) -> Rope:
+    def _remove(self, name: str, affix: object) -> Rope:
         if type(affix) is not str:
             reject(f"calls {name} with something other than a plain string")
         end = 0 if name == "removeprefix" else -1
@@ -240,6 +232,9 @@ class Rope(Symbol):
             reject(f"calls {name} on joined texts, where the match could cross their border")
         return self._make(pieces)
 
+    removeprefix = partialmethod(_remove, "removeprefix")
+    removesuffix = partialmethod(_remove, "removesuffix")
+
     def replace(self, old: object, new: object, count: object = -1) -> Rope:
         if type(old) is not str or type(new) is not str or not old or count != -1:
             reject("calls replace with an empty or symbolic argument, or with a count")
@@ -248,18 +243,15 @@ class Rope(Symbol):
             p.replace(old, new) if isinstance(p, str) else p.then("replace", old, new) for p in self._pieces
         )
 
-    def lower(self) -> Rope:
-        return self._changed_case("lower")
-
-    def upper(self) -> Rope:
-        return self._changed_case("upper")
-
     def _changed_case(self, name: str) -> Rope:
         # Segments cannot be converted one by one: the lower case of Σ depends on its neighbours (σ, or ς at the end of
         # a word).
         if len(self._pieces) > 1:
             reject(f"calls {name} on joined texts")
         return self._make(getattr(p, name)() if isinstance(p, str) else p.then(name) for p in self._pieces)
+
+    lower = partialmethod(_changed_case, "lower")
+    upper = partialmethod(_changed_case, "upper")
 
     def split(self, sep: object = None, maxsplit: object = -1) -> SplitText:
         return SplitText(self, sep, maxsplit, from_left=True)
@@ -353,11 +345,8 @@ class SplitText(Symbol):
 
 
 def join(parts: Sequence[object]) -> str | Rope:
-    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one.
-
-    Raises:
-        TypeError: a part is neither a string nor a rope.
-    """
+    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one; a `TypeError` if a part is neither a
+    string nor a rope."""
     first = next((part for part in parts if isinstance(part, Rope)), None)
     if first is None:
         return "".join(cast(Sequence[str], parts))

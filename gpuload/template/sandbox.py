@@ -15,8 +15,6 @@ inspected or printed:
 The template's source and its operations on known values are unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -66,12 +64,7 @@ class Meter:
 
 
 class TracingTemplate:
-    """A chat template that can be rendered with symbolic texts.
-
-    Args:
-        text: the Jinja source.
-        meter: counts steps; callers reset it before each `render`.
-        strftime_now: the template's `strftime_now` function.
+    """A chat template that can be rendered with symbolic texts. Callers reset the meter before each `render`.
 
     Raises:
         NotCompilableError: this version of transformers creates its environment in another way.
@@ -106,9 +99,14 @@ class TracingTemplate:
         self._patch(module)
         self._output: list[Any] = []
         self._blocks: list[tuple[int, Any]] = []  # for each generation block: how much was printed before it, its text
+
+        @jinja2.pass_eval_context
+        def generation(_: object, caller: Callable[[], Any]) -> Any:
+            return self._generated(caller())
+
         for extension in environment.extensions.values():
             if "generation" in extension.tags:
-                extension._generation_support = self._generation()  # type: ignore[attr-defined]
+                extension._generation_support = generation  # type: ignore[attr-defined]
 
     def _extend(self, environment: Any) -> None:
         """Replace further hooks, filters and tests of the environment, before the template is parsed."""
@@ -119,16 +117,10 @@ class TracingTemplate:
     def _patch(self, module: dict[str, Any]) -> None:
         """Replace further globals of the generated code."""
 
-    def _generation(self) -> Callable[..., Any]:
-        """A function that does what transformers' extension does for a `{% generation %}` block, with ropes."""
-
-        @jinja2.pass_eval_context
-        def generation(_: object, caller: Callable[[], Any]) -> Any:
-            text = caller()
-            self._blocks.append((len(self._output), text))
-            return text
-
-        return generation
+    def _generated(self, text: Any) -> Any:
+        """What is printed of a `{% generation %}` block: as transformers' extension does it, with ropes."""
+        self._blocks.append((len(self._output), text))
+        return text
 
     def render(self, context: Mapping[str, Any]) -> Output:
         """Return the prompt for the template's variables, in which texts are ropes.

@@ -5,8 +5,6 @@ with it afterwards would be invisible to the tracer. `Symbol` rejects every such
 subclass then allows exactly the operations that it can record (see `rope.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -80,22 +78,26 @@ class Length(Symbol):
     def __bool__(self) -> bool:
         return bool(self._rope)
 
+    def _is_empty(self, other: object, number: int) -> bool:
+        """The answer to a comparison that means this only if the other value is a certain number."""
+        if type(other) is not int or other != number:
+            reject("uses the length of a message's text")
+        return not self._rope
+
     def __eq__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 0 else reject("uses the length of a message's text")
+        return self._is_empty(other, 0)
 
     __hash__ = Symbol.__hash__
-
-    def __gt__(self, other: object) -> bool:
-        return bool(self._rope) if type(other) is int and other == 0 else reject("uses the length of a message's text")
-
-    def __ge__(self, other: object) -> bool:
-        return bool(self._rope) if type(other) is int and other == 1 else reject("uses the length of a message's text")
+    __le__ = __eq__
 
     def __lt__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 1 else reject("uses the length of a message's text")
+        return self._is_empty(other, 1)
 
-    def __le__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 0 else reject("uses the length of a message's text")
+    def __gt__(self, other: object) -> bool:
+        return not self._is_empty(other, 0)
+
+    def __ge__(self, other: object) -> bool:
+        return not self._is_empty(other, 1)
 
     def __sub__(self, other: object) -> NoReturn:
         reject("does arithmetic with the length of a message's text")

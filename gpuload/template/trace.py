@@ -13,8 +13,6 @@ traces is the number of paths that rows really take, not the number of possible 
     5. Probe the path (`probe.py`), and use it only if all probes agree with transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets
@@ -27,6 +25,7 @@ import jinja2
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection
 from gpuload.template.bounds import deep_size
+from gpuload.template.marks import with_texts
 from gpuload.template.output import Output
 from gpuload.template.probe import Prober
 from gpuload.template.program import EMPTY_LIST, TEXT, ByReference, Leaf, Path, Predicate, Ref, Rejected, Shape, holds
@@ -86,14 +85,11 @@ class Tracer:
         self.call = call
         self._template, self._meter, self._context = instrumented(call, TracingTemplate)
         self._patience = 1.0  # the fraction of MOST_STEPS that a trace may use
-        self._prober = Prober(call)
+        self.prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
-        """Trace one conversation, whose texts decide the predicates.
-
-        Returns:
-            The predicates with their answers, and the leaf for every row of `shape` with the same answers.
-        """
+        """Trace one conversation, whose texts decide the predicates. Return these with their answers, and the leaf for
+        every row of `shape` with the same answers."""
         example = _Example(texts)
         try:
             messages = self._prepared(shape, example)
@@ -111,12 +107,8 @@ class Tracer:
             leaf = raised(error)
         decisions = list(example.answers.items())
         if not isinstance(leaf, ByReference):
-            leaf = self._prober.probed(leaf, shape, texts, decisions, lambda t: conversation(shape, t))
+            leaf = self.prober.probed(leaf, shape, texts, decisions, lambda t: conversation(shape, t))
         return decisions, leaf
-
-    def example(self, plain: Texts, decisions: Sequence[tuple[Predicate, bool]]) -> Texts | None:
-        """Return texts that satisfy `decisions`: `plain` where possible; None if none are found."""
-        return self._prober.example(plain, decisions)
 
     def check(self, messages: Sequence[Any]) -> None:
         """Execute the template with limits for one conversation that transformers will render without them.
@@ -158,17 +150,13 @@ class Tracer:
         placeholders = {key: f"gpuload {token} {i}" for i, key in enumerate(names)}
         ropes = {text: Rope(example, (Ref(*key),)) for key, text in placeholders.items()}
 
-        def fill(value: Any) -> Any:
-            if isinstance(value, str):
-                # A placeholder inside a longer string: transformers has already joined or changed it.
-                if token in value and value not in ropes:
-                    raise NotCompilableError("this version of transformers changes texts before the template sees them")
-                return ropes.get(value, value)
-            if isinstance(value, dict):
-                return {key: fill(item) for key, item in value.items()}
-            return [fill(item) for item in value] if isinstance(value, list) else value
+        def fill(text: str) -> Any:
+            # A placeholder inside a longer string: transformers has already joined or changed it.
+            if token in text and text not in ropes:
+                raise NotCompilableError("this version of transformers changes texts before the template sees them")
+            return ropes.get(text, text)
 
-        return fill(json.loads(self.call.render(conversation(shape, placeholders), template=_READ_BACK)))
+        return with_texts(json.loads(self.call.render(conversation(shape, placeholders), template=_READ_BACK)), fill)
 
 
 def instrumented(call: TemplateCall, kind: type[Instrumented]) -> tuple[Instrumented, Meter, Mapping[str, Any]]:

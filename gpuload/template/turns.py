@@ -45,13 +45,8 @@ class Around:
 
 
 class Turns:
-    """How a template writes the turn of an assistant.
-
-    Attributes:
-        header: literal that begins it.
-        ends: literals that end it, longest first: in the middle of a conversation, and at its end.
-        ends_within: those in the middle.
-        cuts: what was found in literals so far, see `answers.with_answers`.
+    """How a template writes the turn of an assistant: the literal that begins it (`header`), and those that end it,
+    longest first (`ends`): in the middle of a conversation (`ends_within`), and at its end.
 
     Raises:
         TokenizerError: the template does not write an assistant's turn in this way.
@@ -59,7 +54,7 @@ class Turns:
 
     def __init__(self, call: TemplateCall) -> None:
         self._call = call
-        self.cuts: dict[tuple[Any, ...], list[int]] = {}
+        self.cuts: dict[tuple[Any, ...], list[int]] = {}  # found in literals so far, see `answers.with_answers`
         self._around: dict[str, Around] = {}
         self._speaks: dict[str, bool] = {}
         user, assistant, more = (f"{role} {secrets.token_hex(8)}" for role in ("user", "assistant", "again"))
@@ -218,14 +213,9 @@ class Turns:
         return Around(tuple(headers), tuple(ends), tuple(starts))
 
     def _beginning(self, call: TemplateCall, before: Sequence[Probe], gap: str) -> tuple[list[str], list[str]]:
-        """The literal that begins the message behind some others; `gap` is between its text and that of the message
-        before.
-
-        That is what the template prints without it as well, with or without generation prompt.
-
-        Returns:
-            The literal as a header; or, if nothing is printed without the message, the beginning of its own.
-        """
+        """The literal that begins the message behind some others, as a header; `gap` is between its text and that of
+        the message before. It is what the template prints without it as well, with or without generation prompt. If
+        that is nothing, the beginning of the message's own literals."""
         begin, prompted, start, bare = 0, 0, "", False
         for prompt in (False, True):
             try:

@@ -30,14 +30,9 @@ from gpuload.packing.plan import whole_rows
 
 
 class DeviceBatches:
-    """The `Batches` of a device. In another process, forked or spawned, it makes host tensors: a process cannot use
-    the CUDA context of another one.
-
-    Args:
-        store: all tokens: in device memory; in host memory, which is pinned with the first batch; or on disk.
-        layout: of padded batches.
-        pad_id: fills rows up.
-    """
+    """The `Batches` of a device. All tokens are in device memory; in host memory, which is pinned with the first batch;
+    or on disk. In another process, forked or spawned, it makes host tensors: a process cannot use the CUDA context of
+    another one."""
 
     def __init__(self, kernels: Kernels, store: TokenStore, layout: BatchLayout, pad_id: int):
         self._kernels, self._layout, self._pad_id = kernels, layout, pad_id
@@ -142,16 +137,8 @@ def copied(kernels: Kernels, rows: Ragged) -> Iterator[Index]:
 
 
 def prepare_pad(kernels: Kernels, index: Index, layout: BatchLayout, pad_id: int) -> Callable[..., None]:
-    """Prepares the launch of the kernel that takes pieces of rows from the store, and pads them.
-
-    Args:
-        index: all rows, where the device can read them.
-        layout: of the batches.
-        pad_id: fills rows up.
-
-    Returns:
-        For `pad`. The caller keeps the memory that the addresses point into.
-    """
+    """Prepares the launch, for `pad`, of the kernel that takes pieces of rows from the store and pads them. The caller
+    keeps the memory that the addresses of the rows point into."""
     planes = sum(1 << number for number, name in enumerate(OTHER_PLANES) if name in layout.planes)
     planes += bool(layout.weights) << len(OTHER_PLANES)
     weights = kernels.xp.asarray(np.array(layout.weights, np.float32))
@@ -161,16 +148,12 @@ def prepare_pad(kernels: Kernels, index: Index, layout: BatchLayout, pad_id: int
 def pad(
     kernels: Kernels, launch: Callable[..., None], plan: Plan, width: int, layout: BatchLayout
 ) -> dict[str, torch.Tensor]:
-    """Makes one padded batch.
-
-    Args:
-        launch: from `prepare_pad`, for the same layout.
-        plan: of B sequences, in host memory.
-        width: columns of the batch, at least as many as the longest sequence has tokens.
+    """One padded batch of B sequences, none of which has more than `width` tokens, by a launch that `prepare_pad` has
+    prepared for the same layout.
 
     Returns:
-        The planes of the layout, each int64 (B, width), and `loss_weight`, float32, written in order of the current
-        stream. They are views of one tensor.
+        The planes of the layout, each int64 (B, width), and `loss_weight`, float32: views of one tensor, which is
+        written in order of the current stream.
     """
     count, cells = len(plan), len(plan) * width
     size = len(layout.planes) * cells

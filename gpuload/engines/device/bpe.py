@@ -30,15 +30,8 @@ _LISTED = 4  # LISTED of ids.cu
 
 
 class Merger(OnDevice):
-    """Turns pre-tokens into ids. A tokenizer's vocabulary and merges are copied to the device once.
-
-    Args:
-        kernels: for the device.
-        tables: vocabulary and merges.
-
-    Attributes:
-        words: the vocabulary, for `PreTokenizer`.
-    """
+    """Turns pre-tokens into ids. A tokenizer's vocabulary and merges are copied to the device once; `words` is the
+    vocabulary, for `PreTokenizer`."""
 
     def __init__(self, kernels: Kernels, tables: MergeTables | FallbackTables) -> None:
         self._kernels = kernels
@@ -90,10 +83,7 @@ class Merger(OnDevice):
         return ids[: int(counts[1])]
 
     def _merge(self, pre_tokens: PreTokens, bins: Array) -> tuple[Array, Array, Array, Array]:
-        """Merge k pre-tokens.
-
-        Args:
-            bins: (2 * `_BINS` + 2,) int32, zeros.
+        """Merge k pre-tokens; `bins` are (2 * `_BINS` + 2,) int32, zeros.
 
         Returns:
             The original of each, the places of its ids, (k,) int32 the number of ids of each original, and the ids.

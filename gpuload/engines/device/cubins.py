@@ -31,14 +31,7 @@ def _file(architecture: int) -> Path:
 
 
 def shipped(capability: str) -> Path | None:
-    """The file for a GPU.
-
-    Args:
-        capability: "90", as CuPy has it.
-
-    Returns:
-        None if there is none for such GPUs, or none of this source.
-    """
+    """The file for a GPU of a capability such as "90", as CuPy has it; None if there is none of this source for it."""
     number = int(capability)
     fitting = [one for one in ARCHITECTURES if one // 10 == number // 10 and one <= number]
     file = _file(max(fitting)) if fitting else None
@@ -46,11 +39,7 @@ def shipped(capability: str) -> Path | None:
 
 
 def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> list[Path]:
-    """Compiles the files, and removes those of other sources.
-
-    Raises:
-        DeviceError: nvcc is missing, or fails.
-    """
+    """Compiles the files, and removes those of other sources; a `DeviceError` if nvcc is missing, or fails."""
     if (nvcc := shutil.which("nvcc")) is None:
         raise DeviceError("kernels cannot be compiled for GPUs: nvcc is not on the PATH: install the CUDA toolkit")
     for old in folder().glob("*.cubin"):

@@ -105,11 +105,8 @@ _WORKING: set[int] = set()  # the GPUs that this process has tested. A forked pr
 
 
 def self_test(kernels: Kernels) -> None:
-    """Compiles the kernels and copies three texts to the device and back.
-
-    Raises:
-        RuntimeError: the texts come back changed.
-    """
+    """Compiles the kernels and copies three texts to the device and back; a `RuntimeError` if the texts come back
+    changed."""
     with kernels.current():
         texts = texts_to_device(kernels, [b"ab", b"", b"c" * 1000])
         if DeviceTexts(kernels).bytes_at(texts, [2, 1, 0]) != [b"c" * 1000, b"", b"ab"]:
@@ -147,11 +144,8 @@ def without_cudf() -> str | None:
 
 
 def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
-    """Reads the prompt column into device memory where cuDF can.
-
-    Args:
-        notes: gets a line for each source that cuDF cannot read although it should. Arrow then reads the rest of it.
-    """
+    """Reads the prompt column into device memory where cuDF can. Of a source that it cannot read although it should,
+    Arrow reads the rest, and `notes` get a line."""
 
     def read(source: Source, prompt_key: str) -> Iterator[Prompts] | None:
         kind = source.schema.field(prompt_key).type
@@ -204,12 +198,8 @@ class Pools:
 
     @contextmanager
     def use(self, number: int, install: Callable[[], tuple[int, Callable[[], None]]]) -> Iterator[int]:
-        """Yields the limit in bytes of a GPU's pool.
-
-        Args:
-            number: of the GPU.
-            install: installs a pool, if there is none; returns its limit in bytes, and a function that removes it.
-        """
+        """Yields the limit in bytes of a GPU's pool. If there is none, `install` does so, and returns its limit and a
+        function that removes it."""
         with self._lock:
             if number not in self._installed:
                 self._installed[number] = install()

@@ -37,12 +37,9 @@ def can_read(kind: pa.DataType) -> bool:
 def chunks(
     kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: int, first: int | None = None
 ) -> Iterator[Conversations]:
-    """The prompt column of a file, chunk by chunk, all of them on the same stream.
+    """The prompt column of a local parquet file, chunk by chunk, all of them on the same stream.
 
     Args:
-        path: a local parquet file.
-        column: the column's name.
-        kind: its Arrow type.
         nbytes: about how large a decoded chunk is. Halved where memory runs out.
         first: the same for the first chunk; None for `nbytes`.
 
@@ -93,13 +90,7 @@ def chunks(
 
 
 def slices(kernels: Kernels, series: Any, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
-    """A prompt column that is in device memory already, some rows at a time, zero-copy.
-
-    Args:
-        series: a `cudf.Series`.
-        kind: its Arrow type.
-        nbytes: about how large a part is.
-    """
+    """The prompt column of a `cudf.Series`, which is in device memory already: parts of about `nbytes`, zero-copy."""
     column, _ = series.to_pylibcudf()
     rows = column.size()
     step = max(1, rows * nbytes // max(1, column.device_buffer_size()))
@@ -119,14 +110,8 @@ def _sliced(kernels: Kernels, column: "plc.Column", low: int, high: int) -> "plc
 
 
 def frame_of(columns: pa.Table, store: TokenStore | None = None) -> Any:
-    """A `cudf.DataFrame` of columns and rows of ids.
-
-    Args:
-        columns: n rows, copied to the device.
-        store: n rows of ids, copied on the device, or to it.
-
-    Returns:
-        The columns, and `raw_prompt_ids` if there are rows of ids: a list of int32 per row.
+    """A `cudf.DataFrame` of n rows of columns, and of ids if there are any: `raw_prompt_ids`, a list of int32 per row.
+    Both are copied to the device, or on it.
 
     Raises:
         DeviceError: cuDF is not installed, or there are more ids than a cuDF column of lists can hold.
@@ -163,15 +148,8 @@ def _smaller(nbytes: int) -> int:
 
 
 def of_cudf(kernels: Kernels, column: "plc.Column", kind: pa.DataType, child_names: Mapping[str, Any]) -> Conversations:
-    """A `pylibcudf.Column` as conversations, without copying text.
-
-    Args:
-        kind: the column's Arrow type in the file.
-        child_names: cuDF's names of its children.
-
-    Raises:
-        RuntimeError: cuDF and Arrow disagree on the fields of messages: Arrow should read them.
-    """
+    """A `pylibcudf.Column`, of this Arrow type in the file, as conversations, without copying text; a `RuntimeError` if
+    cuDF and Arrow disagree on the fields of messages: Arrow should read them."""
     xp, ops = kernels.xp, DeviceTexts(kernels)
     valid = _valid(kernels, column, column.offset(), column.size())
 

@@ -32,15 +32,8 @@ _Chunk = tuple[int, int, int, int]  # first text, text after the last, and where
 class DeviceEncoder(OnDevice):
     """Encodes texts without adding special tokens, as `encode` of `tests/simulator/encoder.py` does.
 
-    The tokenizer's tables are copied to the device once.
-
-    Args:
-        kernels: for the device.
-        tokenizer: the tokenizer's tables.
-        chunk_bytes: about how many bytes of text are encoded at a time; more if a single text is longer.
-
-    Attributes:
-        chunk_bytes: as above; callers lower it when memory runs out.
+    The tokenizer's tables are copied to the device once. About `chunk_bytes` of text are encoded at a time, more if a
+    single text is longer; callers lower it when memory runs out.
     """
 
     def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, chunk_bytes: int = CHUNK_BYTES) -> None:

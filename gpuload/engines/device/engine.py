@@ -8,7 +8,7 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -53,18 +53,12 @@ class DeviceEngine:
     """The `Engine` of a device.
 
     Args:
-        kernels: for the device.
-        device: torch's name of it.
-        reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, prompt by prompt; only batches are made on the
             device.
         reader: reads prompts into device memory. None: Arrow reads, and the prompt column is copied over once.
         tokens_on: where the store of ids is.
         host_engine: the class of `host`.
         notes: for the report; the reader may add to it.
-
-    Attributes:
-        host: the engine of the host that does what kernels cannot.
     """
 
     name = "cuda"
@@ -173,12 +167,9 @@ class DeviceEngine:
     def part_bytes(self) -> int:
         return min(self._kernels.chunk_bytes, MOST_JOINED) if self._by_kernels else 0
 
-    def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
-        self._nbytes = nbytes
-        return self._loading()
-
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def loading(self, nbytes: int | None = None, rows: int | None = None) -> Iterator[None]:
+        self._nbytes = nbytes
         with ExitStack() as stack:
             stack.enter_context(self._kernels.loading())
             self._tables = ThreadPoolExecutor(1, "pass-through")
@@ -343,11 +334,7 @@ class DeviceEngine:
 
 
 def take(kernels: Kernels, ids: Ragged, rows: Array) -> Ragged:
-    """`Ragged.take` by one kernel.
-
-    Args:
-        rows: (m,) int64 row numbers in device memory.
-    """
+    """`Ragged.take` by one kernel; the numbers of rows are (m,) int64, in device memory."""
     address, length = kernels.address(ids.values) + 4 * ids.offsets[rows], ids.lengths[rows]
     return _gather_rows(kernels, address, length)
 

@@ -118,14 +118,8 @@ def build(text: str, *defines: str, any_order: bool = False) -> ctypes.CDLL:
 
 
 def launch(library: ctypes.CDLL, name: str, blocks: int, seed: int, arguments: list[Any]) -> None:
-    """Run a kernel.
-
-    Args:
-        library: a result of `build`.
-        name: the kernel's name.
-        blocks: number of blocks of `BLOCK` threads.
-        seed: decides the order in which threads run, if they wait for each other.
-        arguments: arrays, and NumPy numbers of the parameters' types.
+    """Run a kernel of a library that `build` has made, in blocks of `BLOCK` threads. The seed decides the order in
+    which these run, if they wait for each other. Arguments are arrays, and NumPy numbers of the parameters' types.
 
     Raises:
         RuntimeError: the threads of a block cannot continue; see `fibers.h`.

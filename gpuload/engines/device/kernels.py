@@ -46,24 +46,15 @@ do."""
 
 
 class Kernels:
-    """Kernels compiled for one kind of machine. The defaults are those of a machine without a GPU.
+    """Kernels compiled for one kind of machine. The defaults are those of a machine without a GPU."""
 
-    Attributes:
-        xp: the array module whose arrays the kernels take, NumPy or CuPy.
-        device: torch's name of the device that holds these arrays.
-        chunk_bytes: about how large a chunk of prompts may be.
-        ids_limit: bytes of device memory that are left for the store of ids during a load; None for any number.
-        segment: SEGMENT of `tiles.cu`, the bytes of each thread.
-        resident: number of threads for a launch whose number of items only the device knows: more than it can hold at
-            the same time.
-    """
-
-    xp: ModuleType
-    segment = 16
+    xp: ModuleType  # the array module whose arrays the kernels take, NumPy or CuPy
+    segment = 16  # SEGMENT of `tiles.cu`, the bytes of each thread
+    # Threads of a launch whose number of items only the device knows: more than it can hold at the same time.
     resident = 1 << 20
-    device = "cpu"
-    ids_limit: int | None = None
-    chunk_bytes = 256 << 20
+    device = "cpu"  # torch's name of the device that holds these arrays
+    ids_limit: int | None = None  # bytes of device memory that a load leaves for the store of ids; None for any number
+    chunk_bytes = 256 << 20  # about how large a chunk of prompts may be
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which the calling thread uses this device: on torch's current stream there, or in a load
@@ -263,9 +254,6 @@ class DeviceKernels(Kernels):
     """Kernels for a GPU: from machine code that was shipped, or compiled by CuPy, which caches it on disk.
 
     Kernels run on CuPy's current stream; `current` sets it to torch's.
-
-    Args:
-        number: the GPU's index.
 
     Raises:
         DeviceError: CuPy is not installed.

@@ -17,30 +17,15 @@ from gpuload.packing import Plan
 
 
 def prepare_pack(kernels: Kernels, index: Index, weights: Sequence[float] = ()) -> Callable[..., None]:
-    """Prepares the launch of the kernel that gathers pieces of rows.
-
-    Args:
-        index: all rows, with the bits of `gpuload.core.marks`, where the device can read them.
-        weights: those of the `BatchLayout`.
-
-    Returns:
-        For `packed`. The caller keeps the memory that the addresses point into.
-    """
+    """Prepares the launch, for `packed`, of the kernel that gathers pieces of rows with their bits
+    (`gpuload.core.marks`). The caller keeps the memory that the addresses of the rows point into."""
     table = kernels.xp.asarray(np.array(weights, np.float32))
     return kernels.prepare("pack", index.address, bool(weights), table)
 
 
 def packed(kernels: Kernels, launch: Callable[..., None], pieces: Plan, weighted: bool = False) -> dict[str, Any]:
-    """Makes one flat row of some packs.
-
-    Args:
-        launch: from `prepare_pack`.
-        pieces: of these packs, of rows of the store.
-        weighted: whether the launch has weights.
-
-    Returns:
-        As `engines.host.packs.packed`, written in order of the current stream. The tensors are views of one tensor.
-    """
+    """As `engines.host.packs.packed`, by a launch that `prepare_pack` has prepared, with weights or without. The
+    tensors are views of one tensor, which is written in order of the current stream."""
     offsets = offsets_of(pieces.lengths)
     count, tokens = len(pieces.rows), int(offsets[-1])
     # int64 ids, labels and positions, then the arrays of four bytes, of two items per int64.

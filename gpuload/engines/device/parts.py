@@ -19,11 +19,7 @@ def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]
     """How many bytes of prompts cuDF reads at a time: first, and then.
 
     The first chunk is smaller if there are several: it is rendered while the next one is read. All are smaller where
-    other columns are much larger than prompts: the host holds tables of as many rows.
-
-    Args:
-        source: a parquet file.
-        nbytes: as many as the device may hold.
+    other columns are much larger than prompts: the host holds tables of as many rows. The device may hold `nbytes`.
     """
     prompts, whole = source.decoded_bytes([prompt_key]), source.decoded_bytes(None)
     then = max(min(nbytes, _LEAST_CHUNK), min(nbytes, SHARE_OF_PROMPTS * nbytes * prompts // max(1, whole)))
@@ -31,11 +27,8 @@ def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]
 
 
 def is_small(source: Source, prompt_key: str, nbytes: int | None) -> bool:
-    """Whether a parquet file is one of many small ones: Arrow reads them, so that they are joined to large parts.
-
-    Args:
-        nbytes: of the prompts of all files; None where that is not known.
-    """
+    """Whether a parquet file is one of many small ones: Arrow reads them, so that they are joined to large parts. The
+    prompts of all files have `nbytes`, None where that is not known."""
     size = source.decoded_bytes([prompt_key])
     return source.parquet is not None and size < _LEAST_CHUNK and _MANY * size <= (nbytes or 0)
 
@@ -46,11 +39,7 @@ _MANY = 8
 
 
 def arrow_prompts(source: Source, prompt_key: str, first: int = 0) -> Iterator[ArrowPrompts]:
-    """The prompts of a source as Arrow reads them, without the other columns.
-
-    Args:
-        first: row to begin with.
-    """
+    """The prompts of a source from some row on, as Arrow reads them, without the other columns."""
     for column in one_column(source, prompt_key):
         skipped = min(first, len(column))
         first -= skipped
@@ -62,10 +51,8 @@ def zip_with_tables(
     chunks: Iterator[Read], source: Source, prompt_key: str, keep_prompts: bool, thread: Executor
 ) -> Iterator[tuple[LaterTable, Read]]:
     """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
-    rows, which is decoded meanwhile: a chunk does not wait for it.
-
-    Args:
-        thread: one, which decodes the tables of all sources, in the order in which they are needed.
+    rows, which is decoded meanwhile, so that a chunk does not wait for it: by one thread for the tables of all sources,
+    in the order in which they are needed.
 
     Raises:
         SourceError: the file was changed meanwhile.

@@ -66,19 +66,8 @@ class PreTokens:
 
 
 class PreTokenizer(OnDevice):
-    """Splits texts as one tokenizer does. Its tables are copied to the device once.
-
-    Args:
-        kernels: for the device.
-        tokenizer: the tokenizer's tables.
-        words: the vocabulary.
-        step: bytes in a chunk; the result does not depend on it.
-
-    Attributes:
-        step: as above.
-        rewrites: whether text is rewritten before it is split, so that pre-tokens refer to a longer copy.
-        by_tiles: whether a single pass over the text suffices if it is in NFC.
-    """
+    """Splits texts as one tokenizer does, with `words` as its vocabulary. Its tables are copied to the device once. The
+    result does not depend on `step`, the bytes in a chunk."""
 
     def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, words: Words, step: int = STEP) -> None:
         spec, to_device = tokenizer.spec, kernels.xp.asarray
@@ -104,6 +93,7 @@ class PreTokenizer(OnDevice):
             unless_space, first_only = spec.fallback.unless_space, spec.fallback.first_only
         elif spec.prefix_space:
             prefix, unless_space = b" ", True
+        # Whether text is rewritten before it is split, so that pre-tokens refer to a longer copy.
         self.rewrites = bool(prefix) or replacement != b" "
         self._sizes = len(prefix), _UNLESS_SPACE * unless_space | _FIRST_ONLY * first_only, len(replacement)
         self._prefix, self._replacement = (to_device(np.frombuffer(text, np.uint8)) for text in (prefix, replacement))
@@ -121,7 +111,8 @@ class PreTokenizer(OnDevice):
         tables = tokenizer.tables
         self._adjacent = to_device(tables.adjacent) if isinstance(tables, FallbackTables) else None
         # Tiles find tokens in text as it is, and check for NFC what is between them. A normalized token has to be found
-        # in the normal form, in which a mark after it can make it another character.
+        # in the normal form, in which a mark after it can make it another character. Otherwise, a single pass over the
+        # text suffices if it is in NFC.
         self.by_tiles = (
             last is not None
             and not (stages or self.rewrites or self._strips or len(self._passes) > 1)

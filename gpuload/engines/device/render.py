@@ -115,13 +115,10 @@ class DeviceText(RenderedRows):
 
 
 def render(kernels: Kernels, program: ChatProgram, prompts: Conversations) -> DeviceText:
-    """Renders every conversation of a column.
+    """Renders every conversation of a column in device memory; whoever reads them bounds their number.
 
-    Besides its result it needs memory for some numbers per message, and none for text.
-
-    Args:
-        program: the compiled template; it grows where rows take a path that no earlier row has taken.
-        prompts: n conversations in device memory; whoever reads them bounds their number.
+    Besides its result it needs memory for some numbers per message, and none for text. The program grows where rows
+    take a path that no earlier row has taken.
     """
     walk = Walk(program, prompts)
     offsets, data, answers = _write(kernels, walk, program.answers is not None)

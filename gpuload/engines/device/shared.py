@@ -26,11 +26,8 @@ class ThreadStreams:
 
     Each stage of a load has a thread, so each has a stream, and the stages of successive batches run on the device at
     the same time. There are no events between the streams. Instead, a thread hands over nothing but finished work, see
-    `current`: so whoever gets an array may use it on another stream, and free it.
-
-    Args:
-        make: makes a stream. It is called by the thread that will use the stream.
-        idle: streams that no load uses, which are taken first.
+    `current`: so whoever gets an array may use it on another stream, and free it. `idle` are streams that no load uses,
+    which are taken first; others are made by the thread that will use them.
     """
 
     def __init__(self, make: Callable[[], Any], idle: list[Any] | None = None) -> None:
@@ -62,23 +59,15 @@ class ThreadStreams:
 
 
 class SharedTables:
-    """What the loads of a process share in the memory of a device: the tables of the last tokenizers.
-
-    Args:
-        most: number of tokenizers. The tables of others are freed when the last load that uses them is over.
-    """
+    """What the loads of a process share in the memory of a device: the tables of the last `most` tokenizers. Those of
+    others are freed when the last load that uses them is over."""
 
     def __init__(self, most: int = 2) -> None:
         self._most, self._lock = most, threading.Lock()
         self._made: dict[bytes, dict[str, Any]] = {}  # the tokenizer that was used last comes last
 
     def get(self, digest: bytes, what: str, make: Callable[[], _Made]) -> _Made:
-        """Return what was made before, or make it.
-
-        Args:
-            digest: of all that it is made of.
-            what: its kind.
-        """
+        """Return what was made before of the same digest and kind, or make it."""
         with self._lock:
             of_tokenizer = self._made[digest] = self._made.pop(digest, {})
             while len(self._made) > self._most:

@@ -25,32 +25,18 @@ from gpuload.tokenizer.token_bytes import TokenBytes
 
 
 class SpansTable(NamedTuple):
-    """A `TokenBytes` in device memory.
+    """A `TokenBytes` in device memory."""
 
-    Attributes:
-        lengths: (m,) int32, bytes of each id as they are in a text; 0 for an id that no text is compared with.
-        offsets: (m + 1,) int64, where they begin in `data`.
-        data: uint8.
-        leading, trailing: (m,) int32, as in `TokenBytes`.
-        keeps_first: as in `TokenBytes`.
-    """
-
-    lengths: Array
-    offsets: Array
-    data: Array
-    leading: Array
-    trailing: Array
-    keeps_first: bool
+    lengths: Array  # (m,) int32, bytes of each id as they are in a text; 0 for an id that no text is compared with
+    offsets: Array  # (m + 1,) int64, where they begin in `data`
+    data: Array  # uint8
+    leading: Array  # (m,) int32, as in `TokenBytes`
+    trailing: Array  # likewise
+    keeps_first: bool  # as in `TokenBytes`
 
 
 class DeviceTokenSpans:
-    """Marks answers for one tokenizer.
-
-    Args:
-        kernels: for the device.
-        host: the same on the host.
-        table: that of `host` in device memory; None where there is none.
-    """
+    """Marks answers for one tokenizer, as `host` does. The table is that of `host` in device memory, if it has one."""
 
     def __init__(self, kernels: Kernels, host: TokenSpans, table: SpansTable | None) -> None:
         self._kernels, self._host, self._table = kernels, host, table
@@ -127,11 +113,6 @@ def spans_table(kernels: Kernels, table: TokenBytes) -> SpansTable:
         tokens = pc.replace_substring(tokens, table.space, " ")
         data, offsets = np.frombuffer(tokens.buffers()[2], np.uint8), np.frombuffer(tokens.buffers()[1], np.int64)
     lengths = np.diff(offsets).astype(np.int32)
-    return SpansTable(
-        xp.asarray(lengths),
-        xp.asarray(offsets),
-        xp.asarray(data),
-        xp.asarray(table.leading),
-        xp.asarray(table.trailing),
-        table.keeps_first,
-    )
+    arrays = lengths, offsets, data, table.leading, table.trailing
+    lengths, offsets, data, leading, trailing = map(xp.asarray, arrays)
+    return SpansTable(lengths, offsets, data, leading, trailing, table.keeps_first)

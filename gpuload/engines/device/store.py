@@ -14,21 +14,19 @@ far: few allocations, and little unused memory.
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, RowNumbers, RowsInParts, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import copy_slices
 from gpuload.engines.failures import explaining
 
 _SEGMENT = 1 << 19  # ids; 2 MiB, the granularity of CUDA's allocations
 _SHARE = 16
-_CHUNK = 1 << 24  # ids that are copied to the host at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +38,14 @@ class Index:
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceStore:
+class DeviceStore(RowsInParts):
     """n rows of ids in device memory; a `protocol.TokenStore`."""
 
     kernels: Kernels  # for that device
     address: Array  # (n,) int64 in host memory, where each row begins
     lengths: Array  # (n,) int64 in host memory
     segments: list[Array] = field(repr=False)  # the memory that the addresses point into
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+    most_values = 1 << 24
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process cannot use this one's device
         rows = self.to_host()
@@ -61,11 +57,7 @@ class DeviceStore:
         return index_of(self.kernels, self.address, self.lengths)
 
     def take(self, rows: Array) -> Ragged:
-        """Some rows, copied to the host in one transfer.
-
-        Args:
-            rows: (m,) row numbers.
-        """
+        """Some rows (m,), copied to the host in one transfer."""
         if "_host" in self.__dict__:
             return self._host.take(rows)
         offsets = offsets_of(self.lengths[rows])
@@ -78,17 +70,13 @@ class DeviceStore:
         with self.kernels.current():
             return Ragged(self._gathered(np.arange(len(self)), offsets), self.kernels.xp.asarray(offsets))
 
-    def chunks(self) -> Iterator[Array]:
-        """The ids of all rows in order, in arrays in host memory."""
-        return chunks_of(self.take, self.lengths, _CHUNK)
-
     def to_host(self) -> Ragged:
         """All rows in host memory; copied once, when first asked for."""
         return self._host
 
     @cached_property
     def _host(self) -> Ragged:
-        return from_chunks(self.chunks(), self.lengths)
+        return super().to_host()
 
     def _gathered(self, rows: Array, offsets: Array) -> Array:
         """The ids of some rows, one row after the other, in device memory."""
@@ -118,12 +106,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Segments:
-    """Device memory for ids, which grows during a load.
-
-    Args:
-        kernels: for the device.
-        limit: bytes that all segments may have; None for no limit.
-    """
+    """Device memory for ids, which grows during a load, to `limit` bytes at most; None for no limit."""
 
     def __init__(self, kernels: Kernels, limit: int | None = None) -> None:
         self._kernels, self._limit = kernels, limit
@@ -132,14 +115,7 @@ class Segments:
         self._used = 0  # ids in the last segment
 
     def add(self, ids: Ragged, rows: RowNumbers | None = None) -> DeviceStore | None:
-        """Copy rows into the segments.
-
-        Args:
-            ids: in device or host memory.
-            rows: which rows, None for all.
-
-        Returns:
-            The copies; None if they would exceed the limit.
+        """Copy rows, or all, of ids in device or host memory into the segments; None if they would exceed the limit.
 
         Raises:
             DeviceError: there is not enough memory.
@@ -191,12 +167,8 @@ def in_order(parts: list[DeviceStore], order: RowNumbers | None) -> DeviceStore:
 
 
 def host_store(parts: list[Ragged], order: RowNumbers | None) -> Ragged:
-    """Joins rows in host memory that can be pinned in place: pages of its own, which forked processes share.
-
-    Args:
-        parts: in host memory. Empties the list: each part is freed as soon as it is copied.
-        order: of the result; None for the order of the parts.
-    """
+    """Joins rows, in some order, in host memory that can be pinned in place: pages of its own, which forked processes
+    share. Empties the list: each part is freed as soon as it is copied."""
     lengths = np.concatenate([part.lengths for part in parts])
     offsets = offsets_of(lengths if order is None else lengths[order])
     starts = np.empty(len(lengths), np.int64)  # where each row goes

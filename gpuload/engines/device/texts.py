@@ -23,11 +23,7 @@ _PART = 1 << 16  # bytes of a text that one warp searches
 
 
 class DeviceTexts:
-    """Operations on texts in device memory.
-
-    Args:
-        kernels: for that device.
-    """
+    """Operations on texts in device memory."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.xp = kernels, kernels.xp
@@ -63,10 +59,8 @@ class DeviceTexts:
         if name in ("removeprefix", "removesuffix"):
             hit = self._has_affix(texts, mark, at_end=name == "removesuffix")
             at = start if name == "removeprefix" else end - len(mark)
-        elif name in BOUNDS_ONLY:
+        else:  # a cut
             hit, at = self.find(texts, mark, last=name.endswith("_last"))
-        else:
-            raise ValueError(f"unknown operation {name!r}")
         if name in ("before", "before_last", "removesuffix"):
             end = xp.where(hit, at, end)
         else:
@@ -79,9 +73,7 @@ class DeviceTexts:
             return texts.length == 0 if test in ("empty", "equals") else self.xp.ones(len(texts), bool)
         if test == "contains":
             return self.find(texts, value)[0]
-        if test in ("startswith", "endswith", "equals"):
-            return self._has_affix(texts, value, at_end=test == "endswith", whole=test == "equals")
-        raise ValueError(f"unknown test {test!r}")
+        return self._has_affix(texts, value, at_end=test == "endswith", whole=test == "equals")
 
     def contains_any(self, texts: TextColumn, needles: Sequence[str]) -> Array:
         found = self.xp.zeros(len(texts), bool)
@@ -153,13 +145,8 @@ class DeviceTexts:
 def gather(kernels: Kernels, address: Array, length: Array) -> tuple[Array, Array]:
     """Copies slices from anywhere in memory that the device can read, one after the other.
 
-    Args:
-        address: (n,) int64, where each slice begins. The caller keeps that memory alive.
-        length: (n,) int64, bytes.
-
-    Returns:
-        offsets: (n + 1,) int64.
-        data: (offsets[-1],) uint8.
+    Each begins at an address, (n,) int64, and has a length in bytes, (n,) int64. The caller keeps that memory alive.
+    Returns where each is in the result, (n + 1,) int64, and that, uint8.
     """
     offsets = offsets_of(length)
     data = kernels.xp.empty(int(offsets[-1]), np.uint8)
@@ -168,13 +155,7 @@ def gather(kernels: Kernels, address: Array, length: Array) -> tuple[Array, Arra
 
 
 def copy_slices(kernels: Kernels, address: Array, offsets: Array, out: Array) -> None:
-    """`gather` into memory that there is already.
-
-    Args:
-        address: (n,) int64, where each slice begins.
-        offsets: (n + 1,) int64, where each slice begins in `out`, in bytes.
-        out: contiguous, offsets[-1] bytes.
-    """
+    """`gather` into memory that there is already: `out` is contiguous, and offsets (n + 1,) are in bytes of it."""
     data = out.view(np.uint8)
     # A thread writes 16 bytes of the result, so that long and short slices keep all threads equally busy.
     threads = kernels.threads(-(-len(data) // 16))

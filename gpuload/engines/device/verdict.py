@@ -109,13 +109,9 @@ def place_of(about: dict[str, Any]) -> Path:
 def keep(path: Path, failure: str, at: float | None = None) -> str:
     """Writes a verdict, if that can be done: what was found counts in any case.
 
-    Args:
-        failure: which answers are wrong, or why there are none; empty if all are right.
-        at: for a check that came to no answers, the time of it: processes that were started later check again. None
-            for a verdict that is settled.
-
-    Returns:
-        Why the GPU is not trusted; empty if it is.
+    `failure` says which answers are wrong, or why there are none; it is empty if all are right. A check that came to no
+    answers has a time `at` which it was made: processes that were started later check again. Returns why the GPU is not
+    trusted; empty if it is.
     """
     what = "do not return known answers" if at is None else "could not be checked"
     wrong = f"its kernels {what} ({failure}): run `gpuload doctor --gpu`" if failure else ""
@@ -153,13 +149,9 @@ class Step:
 def run_step(name: str, number: int, limit: float, *more: str, wait: bool = False) -> Step:
     """Runs a step of `doctor --gpu` in a process of its own.
 
-    Args:
-        name: of the step.
-        number: of the GPU.
-        limit: seconds after which it is stopped.
-        *more: arguments of the command.
-        wait: for each launch (`GPULOAD_SYNC=1`), so that an error names the kernel. Kernels are then compiled with a
-            bound for waiting threads; otherwise they are those that loads run.
+    It is stopped after `limit` seconds. `more` are arguments of the command. With `wait`, it waits for each launch
+    (`GPULOAD_SYNC=1`), so that an error names the kernel, and kernels are compiled with a bound for waiting threads;
+    otherwise they are those that loads run.
     """
     arguments = ["doctor", "--gpu", str(number), "--gpu-step", name, *more]
     # It imports what this process imports: `sys.path` may have directories that PYTHONPATH has not.

@@ -83,7 +83,8 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         margins = [source.name for source in filled if objective == "rm" and MARGIN in source.schema.names]
         if 0 < len(margins) < len(filled):
             raise DataError(f"column {MARGIN!r} is in some files only, such as {margins[0]}: add it to the others")
-        if all(_is_plain(source.schema, found[0]) for source in filled):
+        # No template renders data that is all text.
+        if all(is_text(source.schema.field(name).type) for source in filled for name in found[0].columns):
             options = replace(options, chat_template=None)
         return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
 
@@ -177,8 +178,3 @@ def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]
     nothing = np.zeros(len(rows), np.int64)
     sizes = PairSizes(tokens.lengths, nothing, nothing, np.concatenate(loss)[order], nothing, nothing)
     return tokens, sizes.array(), rows[order], label[order]
-
-
-def _is_plain(schema: pa.Schema, found: Format) -> bool:
-    """Whether no template renders the data of a file: all of it is text."""
-    return all(is_text(schema.field(name).type) for name in found.columns)

@@ -1,8 +1,7 @@
 """The rows of conversations by columns: written, and compared where texts decide which one begins with which."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,42 +23,24 @@ _AT_ONCE = 1 << 16  # pairs of texts
 
 @dataclass(frozen=True, eq=False)
 class ColumnTurns:
-    """Rows of c conversations, r in all, with a answers.
+    """Rows of c conversations, r in all, with a answers."""
 
-    Attributes:
-        numbers: (c,) ascending, of the conversations.
-        decided: (c,) bool, false where only the reference can tell which rows there are.
-        text: (r,) large_string.
-        row_offsets: (c + 1,) which rows are those of each.
-        shared: (r,) bytes that each has in common with the one before, and where both may be cut.
-        number: (r,) the message that each ends with.
-        answer_offsets: (c + 1,) which answers are those of each.
-        row: (a,) in which each is learned.
-        begin, end: (a,) in bytes of the row's text.
-        message: (a,) with the answer.
-        quiet: (a,) bool, whether it is behind the prompt without thinking.
-        lost: (a,) bool, whether its message has reasoning that it lacks.
-        prompt_end: (a,) which of `prompt_ends` its prompt ends with.
-        prompt_ends: literals.
-        reasons: (c, 2) why turns are not learned, as a number, and how many.
-    """
-
-    numbers: RowNumbers
-    decided: Bools
-    text: pa.LargeStringArray
-    row_offsets: RowNumbers
-    shared: RowNumbers
-    number: RowNumbers
-    answer_offsets: RowNumbers
-    row: RowNumbers
-    begin: RowNumbers
-    end: RowNumbers
-    message: RowNumbers
-    quiet: Bools
-    lost: Bools
-    prompt_end: RowNumbers
-    prompt_ends: list[str]
-    reasons: RowNumbers
+    numbers: RowNumbers  # (c,) ascending, of the conversations
+    decided: Bools  # (c,) false where only the reference can tell which rows there are
+    text: pa.LargeStringArray  # (r,)
+    row_offsets: RowNumbers  # (c + 1,) which rows are those of each
+    shared: RowNumbers  # (r,) bytes that each has in common with the one before, and where both may be cut
+    number: RowNumbers  # (r,) the message that each ends with
+    answer_offsets: RowNumbers  # (c + 1,) which answers are those of each
+    row: RowNumbers  # (a,) in which each is learned
+    begin: RowNumbers  # (a,) in bytes of the row's text
+    end: RowNumbers  # likewise
+    message: RowNumbers  # (a,) with the answer
+    quiet: Bools  # (a,) whether it is behind the prompt without thinking
+    lost: Bools  # (a,) whether its message has reasoning that it lacks
+    prompt_end: RowNumbers  # (a,) which of `prompt_ends` its prompt ends with
+    prompt_ends: list[str]  # literals
+    reasons: RowNumbers  # (c, 2) why turns are not learned, as a number, and how many
 
     @property
     def joined(self) -> pa.LargeStringArray:
@@ -86,7 +67,6 @@ def written(
         row, message: (a,) of the answers that are learned.
         decisions, of: what is decided about each of them.
         family_of: the rows of some decisions.
-        reasons: see `ColumnTurns`.
     """
     first = np.flatnonzero(np.append(True, np.diff(row) > 0))
     counts = np.diff(first, append=len(row))
@@ -115,8 +95,7 @@ def written(
             forks.append(np.stack([each.ravel() for each in found]))
     paths = [(Path(decisions[k].units), np.flatnonzero(of[ends] == k)) for k in np.unique(of[ends]).tolist()]
     prompts = beginnings(column, row[ends], message[ends] + 1)
-    written: Any = SimpleNamespace(printed=[], prompts=prompts, paths=paths, texts={}, rejected={}, column=walk.column)
-    text, bounds, offsets = write(written)
+    text, bounds, offsets = write(walk.of_paths(prompts, paths))
 
     def place(of_rows: RowNumbers, unit: RowNumbers, size: RowNumbers) -> RowNumbers:
         """Bytes in rows, from units and bytes in these."""
@@ -164,12 +143,8 @@ _NOTHING = Decision(("",), (0, 0), "", False, False)
 def _lost(
     column: Conversations, messages: RowNumbers, text: pa.LargeStringArray, begin: RowNumbers, end: RowNumbers
 ) -> Bools:
-    """Whether k answers lack the reasoning of their messages.
-
-    Args:
-        messages: (k,) their numbers among all.
-        begin, end: (k,) of each answer, in the bytes of all texts.
-    """
+    """Whether k answers, which begin and end in the bytes of all texts, lack the reasoning of their messages; these are
+    numbered among all."""
     found, data = np.zeros(len(messages), bool), np.frombuffer(text.buffers()[2] or b"", np.uint8)
     known = found.copy()  # the first field that is not blank has the reasoning
     for field in sorted(
@@ -185,12 +160,7 @@ def _lost(
 
 
 def _differ(text: pa.LargeStringArray, one: RowNumbers, other: RowNumbers, size: RowNumbers) -> Bools:
-    """Whether k parts of some texts differ from k others.
-
-    Args:
-        one, other: (k,) where both begin, in the bytes of all texts.
-        size: (k,) their bytes.
-    """
+    """Whether k parts of some texts differ from k others of the same size; all begin in the bytes of all texts."""
     data, found = np.frombuffer(text.buffers()[2] or b"", np.uint8), np.zeros(len(one), bool)
     for low in range(0, len(one), _AT_ONCE):
         some = slice(low, low + _AT_ONCE)
@@ -204,5 +174,5 @@ def _differ(text: pa.LargeStringArray, one: RowNumbers, other: RowNumbers, size:
 def beginnings(column: Conversations, row: RowNumbers, count: RowNumbers) -> Conversations:
     """The first messages of rows, over the same messages; rows may occur several times."""
     valid = np.ones(len(row), bool)
-    fields = column.present, column.fields, column.fetch, column.keys, column.keyed
-    return Conversations(column.ops, valid, column.first[row], count, *fields)
+    first = column.first[row]
+    return replace(column, valid=valid, first=first, count=count, rejected={}, by_reference={}, objects=None)

@@ -11,6 +11,7 @@ which the literals do not decide.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,53 +23,30 @@ from gpuload.engines.conversations import Conversations
 from gpuload.engines.shapes import group
 from gpuload.engines.walk import Walk
 from gpuload.kinds.served.column_rows import Bools, ColumnTurns, beginnings, written
-from gpuload.kinds.served.decisions import (
-    Decision,
-    Family,
-    Units,
-    decide,
-    family_of,
-    thinks_nothing,
-    units_of,
-)
+from gpuload.kinds.served.decisions import Decision, Family, Units, decide, family_of, thinks_nothing, units_of
 from gpuload.kinds.served.sampled import PROMPT_IDS, TOKEN_IDS
-from gpuload.kinds.served.turns import NO_SWITCH, REASONING, SKIPPED, empty_blocks
+from gpuload.kinds.served.turns import NO_SWITCH, REASONING, SKIPPED
 from gpuload.template.compiler import FEWEST_ROWS, FREE_LEAVES, ChatProgram
 from gpuload.template.program import Operation, Path, Predicate, Ref
 
 
+@dataclass(eq=False)
 class ColumnFinder:
-    """Finds such conversations in columns. Several threads may do so at once.
+    """Finds such conversations in columns. Several threads may do so at once."""
 
-    Args:
-        program, prompting: the template of conversations and of prompts.
-        without: that of prompts without thinking; None if there is none.
-        missing: as `missing_reasoning` of `load_chats`.
-        stops: finds stop tokens.
-        stop_texts: these tokens.
-        thinking: literals that open and close reasoning.
-        loss_on: "assistant", "last" or "last_turn".
-        cuts: special tokens in front of which texts may be cut.
-    """
-
-    def __init__(
-        self,
-        program: ChatProgram,
-        prompting: ChatProgram,
-        without: ChatProgram | None,
-        missing: MissingReasoning,
-        stops: re.Pattern[str],
-        stop_texts: Sequence[str],
-        thinking: Sequence[tuple[str, str]],
-        loss_on: LossOn,
-        cuts: Sequence[str] = (),
-    ):
-        self._program, self._prompting, self._without, self._missing = program, prompting, without, missing
-        self._stops, self._pairs, self._loss_on, self._cuts = stops, thinking, loss_on, cuts
-        self._apart = [*stop_texts, *empty_blocks(thinking)]  # texts with one of these are looked at row by row
-        self._known: dict[tuple[Any, ...], Any] = {}  # what was decided about some paths or decisions, by their ids
-        self._kept: list[Any] = []  # what has these ids
-        self._segments: dict[str | Ref, str | Ref] = {}  # each as the first one that is equal
+    program: ChatProgram  # the template of conversations
+    prompting: ChatProgram  # that of prompts
+    without: ChatProgram | None  # that of prompts without thinking
+    missing: MissingReasoning
+    loss_on: LossOn  # "assistant", "last" or "last_turn"
+    stops: re.Pattern[str]  # finds stop tokens
+    apart: Sequence[str]  # texts with one of these are looked at row by row
+    pairs: Sequence[tuple[str, str]]  # literals that open and close reasoning
+    cuts: Sequence[str]  # special tokens in front of which texts may be cut
+    # What was decided about some paths or decisions, by their ids; and what has these ids.
+    _known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)
+    _segments: dict[str | Ref, str | Ref] = field(default_factory=dict)  # each as the first one that is equal
 
     def find(self, column: Conversations) -> ColumnTurns | None:
         """Those of some conversations; None if there are none."""
@@ -77,15 +55,15 @@ class ColumnFinder:
             return None
         walks = [
             Walk(program, beginnings(column, row, message + more), paths_only=True)
-            for program, more in ((self._prompting, 0), (self._program, 1))
+            for program, more in ((self.prompting, 0), (self.program, 1))
         ]
         paths = [_path_of_row(walk, len(row)) for walk in walks]
         reasoned = _with_text(column, REASONING)[column.first[row] + message]
         usable, quiet, empty = self._thoughtless(column, walks, paths, row, message)
         usable &= ~(quiet & reasoned)
-        learned = ~quiet if self._without is None or self._missing == "skip" else np.ones(len(row), bool)
-        if (some := np.flatnonzero(quiet & learned)).size and self._without is not None:
-            walks.append(Walk(self._without, beginnings(column, row[some], message[some]), paths_only=True))
+        learned = ~quiet if self.without is None or self.missing == "skip" else np.ones(len(row), bool)
+        if (some := np.flatnonzero(quiet & learned)).size and self.without is not None:
+            walks.append(Walk(self.without, beginnings(column, row[some], message[some]), paths_only=True))
             paths.append(np.full(len(row), -1))
             paths[2][some] = _path_of_row(walks[2], len(some))
         kinds, of = _distinct(*paths, quiet, empty)
@@ -99,7 +77,7 @@ class ColumnFinder:
         some = np.flatnonzero(np.repeat(kept, counts) & learned)
         unlearned = np.add.reduceat(~learned, begins, dtype=np.int64)[kept]
         reasons = np.stack(
-            [np.full(len(unlearned), SKIPPED if self._missing == "skip" else NO_SWITCH), unlearned], axis=1
+            [np.full(len(unlearned), SKIPPED if self.missing == "skip" else NO_SWITCH), unlearned], axis=1
         )
         families = partial(self._once, self._family)
         return written(column, walks[1], row[some], message[some], decisions, of[some], families, reasons)
@@ -127,16 +105,16 @@ class ColumnFinder:
         stops = np.zeros(len(column.present), bool)
         for each in column.fields:
             if each.texts is not None:
-                stops |= column.ops.contains_any(each.texts, self._apart)
+                stops |= column.ops.contains_any(each.texts, self.apart)
         usable[row[stops[at]]] = False
-        if self._loss_on == "last_turn":
+        if self.loss_on == "last_turn":
             asked = np.full(len(column), -1)
             np.maximum.at(asked, row[user], message[user])
             wanted = wanted & (message > asked[row])
         usable[row[wanted & (message == 0)]] = False
         wanted = wanted & usable[row]
         row, message = row[wanted], message[wanted]
-        if self._loss_on == "last" and len(row):
+        if self.loss_on == "last" and len(row):
             last = np.append(np.diff(row) > 0, True)
             row, message = row[last], message[last]
         return row, message
@@ -152,7 +130,7 @@ class ColumnFinder:
         """Answers that can be made here as far as thinking is concerned; those that are behind the prompt without; and
         those in whose thinking block is a text that is empty."""
         usable, quiet, empty = np.ones((3, len(row)), bool) & [[True], [False], [False]]
-        if self._missing == "learn":
+        if self.missing == "learn":
             return usable, quiet, empty
         kinds, of = _distinct(*paths)
         for number, (prompt, rendered) in enumerate(kinds):
@@ -175,9 +153,7 @@ class ColumnFinder:
             mentions = np.zeros(len(column.present), bool)
             for each in column.fields:
                 if each.name == "content" and each.texts is not None:
-                    mentions = column.ops.contains_any(
-                        each.texts, [literal for pair in self._pairs for literal in pair]
-                    )
+                    mentions = column.ops.contains_any(each.texts, [literal for pair in self.pairs for literal in pair])
             usable &= ~(quiet & mentions[column.first[row] + message])
         return usable, quiet, empty
 
@@ -194,7 +170,7 @@ class ColumnFinder:
         return tuple(self._segments.setdefault(unit, unit) for unit in units_of(path, empty))
 
     def _thinks_nothing(self, prompt: Path, rendered: Path) -> bool | tuple[Ref, str] | None:
-        return thinks_nothing(self._units(prompt), self._units(rendered), self._pairs)
+        return thinks_nothing(self._units(prompt), self._units(rendered), self.pairs)
 
     def _decided(self, walks: Sequence[Walk], kind: Sequence[int]) -> Decision | None:
         """A turn, by the numbers of its paths, whether it has a prompt without thinking, and an empty text there."""
@@ -206,17 +182,17 @@ class ColumnFinder:
         return decision
 
     def _decide(self, prompt: Path, rendered: Path, _: bool) -> Decision | None:
-        return decide(self._units(prompt), self._units(rendered), self._stops)
+        return decide(self._units(prompt), self._units(rendered), self.stops)
 
     def _decide_quiet(self, prompt: Path, rendered: Path, without: Path, empty: bool) -> Decision | None:
         found = self._once(self._thinks_nothing, prompt, rendered)
         units, quiet = self._units(rendered, found[0] if empty else None), self._units(without)
-        if thinks_nothing(self._units(prompt), units, self._pairs) is not True:
+        if thinks_nothing(self._units(prompt), units, self.pairs) is not True:
             return None
-        return decide(quiet, units, self._stops, True) if thinks_nothing(quiet, units, self._pairs) is False else None
+        return decide(quiet, units, self.stops, True) if thinks_nothing(quiet, units, self.pairs) is False else None
 
     def _family(self, *turns: Decision) -> Family:
-        return family_of([turn.units for turn in turns], self._cuts)
+        return family_of([turn.units for turn in turns], self.cuts)
 
 
 def _distinct(*columns: np.ndarray[Any, Any]) -> tuple[list[tuple[int, ...]], RowNumbers]:

@@ -23,60 +23,36 @@ _STRIPS = ("strip", "lstrip", "rstrip")
 
 
 class Decision(NamedTuple):
-    """A turn, for all conversations that take some paths.
+    """A turn, for all conversations that take some paths."""
 
-    Attributes:
-        units: P + A.
-        begin: of A, a unit and bytes in it.
-        prompt_end: the literal at the end of P.
-        reasons: whether a field with reasoning is in A.
-        quiet: whether P is the prompt without thinking.
-    """
-
-    units: Units
-    begin: Place
-    prompt_end: str
-    reasons: bool
-    quiet: bool
+    units: Units  # P + A
+    begin: Place  # of A, a unit and bytes in it
+    prompt_end: str  # the literal at the end of P
+    reasons: bool  # whether a field with reasoning is in A
+    quiet: bool  # whether P is the prompt without thinking
 
 
 class TextFork(NamedTuple):
-    """What distinguishes a turn from a row that it is not in, if the texts do.
-
-    Attributes:
-        turn: a turn.
-        row: a row.
-        place: the first unit, and the bytes in it, from which on texts decide.
-    """
+    """What distinguishes a turn from a row that it is not in, if the texts do."""
 
     turn: int
     row: int
-    place: Place
+    place: Place  # the first unit, and the bytes in it, from which on texts decide
 
 
 class Family(NamedTuple):
-    """The rows of all conversations with some turns.
+    """The rows of all conversations with some turns."""
 
-    Attributes:
-        rows: the turn that each ends with, ascending.
-        row_of: the row in which each turn is learned.
-        forks: what has to be looked up in texts.
-        shared: of each row, the last place in what it has in common with the row before where texts may be cut, as a
-            unit and bytes in it.
-    """
-
-    rows: tuple[int, ...]
-    row_of: tuple[int, ...]
-    forks: tuple[TextFork, ...]
+    rows: tuple[int, ...]  # the turn that each ends with, ascending
+    row_of: tuple[int, ...]  # the row in which each turn is learned
+    forks: tuple[TextFork, ...]  # what has to be looked up in texts
+    # Of each row, the last place in what it has in common with the row before where texts may be cut, as a unit and
+    # bytes in it
     shared: tuple[Place, ...]
 
 
 def units_of(path: Path, empty: Ref | None = None) -> Units:
-    """The segments of a path.
-
-    Args:
-        empty: a text that is known to be empty.
-    """
+    """The segments of a path without a text that is known to be empty."""
     units: list[str | Ref] = []
     for segment in path.segments:
         if isinstance(segment, str) and units and isinstance(units[-1], str):
@@ -106,11 +82,8 @@ def compared(head: Units, units: Units) -> tuple[bool | None, Place]:
 
 
 def thinks_nothing(prompt: Units, rendered: Units, pairs: Sequence[tuple[str, str]]) -> bool | tuple[Ref, str] | None:
-    """Whether an answer has, or closes, a thinking block with nothing in it, as `TurnWriter` sees it.
-
-    Args:
-        prompt, rendered: P and R.
-        pairs: literals that open and close reasoning.
+    """Whether an answer has, or closes, a thinking block with nothing in it, as `TurnWriter` sees it; by P, R and pairs
+    of literals that open and close reasoning.
 
     Returns:
         A text and a literal if that is so where the text is empty, and not so where it has more than white space and
@@ -151,13 +124,7 @@ def _stripped(units: Units) -> Units:
 
 
 def decide(prompt: Units, rendered: Units, stops: re.Pattern[str], quiet: bool = False) -> Decision | None:
-    """A turn.
-
-    Args:
-        prompt, rendered: P and R.
-        stops: finds stop tokens.
-        quiet: as of `Decision`.
-    """
+    """A turn, by P and R."""
     begins, begin = compared(prompt, rendered)
     if not begins or not isinstance(prompt[-1], str):
         return None
@@ -177,11 +144,7 @@ def decide(prompt: Units, rendered: Units, stops: re.Pattern[str], quiet: bool =
 
 def family_of(turns: Sequence[Units], cuts: Sequence[str] = ()) -> Family:
     """The rows of some turns, each of which ends with a literal: those that no other one begins with, of equal ones the
-    first.
-
-    Args:
-        cuts: special tokens in front of which texts may be cut.
-    """
+    first. Texts may be cut in front of `cuts`, which are special tokens."""
     rows: list[int] = []
     for turn in reversed(range(len(turns))):
         begun = [row for row in rows if compared(turns[turn], turns[row])[0]]

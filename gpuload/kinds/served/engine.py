@@ -43,7 +43,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
 from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
-from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
+from gpuload.kinds.served.turns import NO_BLOCK, TurnWriter, empty_blocks
 from gpuload.kinds.training_engine import why_by_row
 from gpuload.kinds.training_reference import TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
@@ -173,16 +173,20 @@ class ServedEngine(HostEngine):
         prompting = self._programs.of(self._calls[1])
         without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
-        missing = reference.missing_reasoning
-        told = writer.stops, literals, writer.pairs, loss_on, self._cutting[0]
-        return ColumnFinder(self.program, prompting, without, missing, *told)
+        return ColumnFinder(
+            program=self.program,
+            prompting=prompting,
+            without=without,
+            missing=reference.missing_reasoning,
+            loss_on=loss_on,
+            stops=writer.stops,
+            apart=[*literals, *empty_blocks(writer.pairs)],
+            pairs=writer.pairs,
+            cuts=self._cutting[0],
+        )
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
-        """The turns of one conversation.
-
-        Args:
-            why_not: why transformers renders it; it grows.
-        """
+        """The turns of one conversation. `why_not` grows by why transformers renders it."""
         reference, own = self._reference, own_arguments(row)
         messages, wanted = reference.wanted(row)
         calls = self._calls if not own else (reference.call_with(own), reference.call_with(own, prompt_only=True))
@@ -296,7 +300,8 @@ class ServedEngine(HostEngine):
                 at = (ids.offsets[of[some]] + begin[some] - len(tail))[:, None] + np.arange(len(tail))
                 same[some] = (ids.values[at] == np.array(tail, ids.values.dtype)).all(axis=1)
         good = same & (begin >= 0) & (end > begin)
-        good &= np.isin(ids.values[np.maximum(ids.offsets[of] + end - 1, 0)], self._ids_of(closing))
+        ends = [encoded[0] for token in closing if len(encoded := self._reference.encode(token)) == 1]
+        good &= np.isin(ids.values[np.maximum(ids.offsets[of] + end - 1, 0)], np.array(ends, np.int64))
         kept = found.decided & np.logical_and.reduceat(good, found.answer_offsets[:-1])
         edges = np.zeros(len(ids.values) + 1, np.int8)
         marked = good & kept[conversation]
@@ -310,29 +315,21 @@ class ServedEngine(HostEngine):
         rows, offsets = Ragged(values, ids.offsets), (found.row_offsets, found.answer_offsets)
         return stored_rows(rows, found.number, offsets[0], answers, offsets[1], said, found.reasons, kept)
 
-    def _ids_of(self, tokens: Sequence[str]) -> np.ndarray[Any, Any]:
-        return np.array([ids[0] for token in tokens if len(ids := self._reference.encode(token)) == 1], np.int64)
-
     def _marked(
         self, found: Sequence[TextTurns], first: RowNumbers, rows: pa.LargeStringArray, ids: Ragged
     ) -> list[list[tuple[int, int, int, int]] | None]:
         """Sets the bits of tokens with loss, and finds the answers of conversations: row, begin, end and message of
-        each. None where only the reference can.
-
-        Args:
-            found: conversations.
-            first: (n + 1,) the number of the first row of each.
-            rows, ids: of all conversations.
-        """
+        each. None where only the reference can. `first` (n + 1,) is the number of each conversation's first row."""
         places: list[tuple[int, int, int]] = []  # row, and where the answer begins and ends, in bytes
         tails: list[tuple[int, ...]] = []
         spans: list[tuple[int, int, int, int]] = []  # row, begin, end and bits of what has loss
-        usable = [True] * len(found)
+        usable, (_, closing) = [True] * len(found), self._cutting
         for at, each in enumerate(found):
             for turn, row, loss in each.answers:
                 begin = byte_count(turn.prompt)
                 end = begin + byte_count(turn.answer)
-                tail = self._tail(turn)
+                # None if only the reference can encode the turn.
+                tail = self._tail_of(turn.prompt) if turn.stopped and turn.answer.endswith(closing) else None
                 usable[at] &= tail is not None
                 tails.append(tail or ())
                 places.append((int(first[at]) + row, begin, end))
@@ -358,12 +355,6 @@ class ServedEngine(HostEngine):
             made.append(answers if usable[at] else None)
         ids.values[:] |= marks
         return made
-
-    def _tail(self, turn: Turn) -> tuple[int, ...] | None:
-        """The ids of the end of a prompt, from its last special token on; None if only the reference can encode the
-        turn."""
-        _, closing = self._cutting
-        return self._tail_of(turn.prompt) if turn.stopped and turn.answer.endswith(closing) else None
 
     def _tail_of(self, prompt: str) -> tuple[int, ...] | None:
         """The ids of the end of a prompt, from its last special token on; None if it is not near."""

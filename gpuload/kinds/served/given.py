@@ -15,25 +15,16 @@ from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER, OTHER_IDS, Turn, T
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """An answer with ids of its own, or one that is learned.
-
-    Attributes:
-        message: it.
-        number: of the message.
-        prompt: P; None if there is none.
-        turn: as inference would have it, if the template writes P before it; or why the answer is not learned.
-        base: the earlier answer with ids that the prompt begins with, as an index; None: ids of its text.
-        rest: what the template writes behind that answer.
-        rewritten: there are earlier answers with ids, and the prompt begins with none of them.
-    """
+    """An answer with ids of its own, or one that is learned."""
 
     message: Mapping[str, Any]
-    number: int
-    prompt: str | None
-    turn: Turn | int
+    number: int  # of the message
+    prompt: str | None  # P; None if there is none
+    turn: Turn | int  # as inference would have it, if the template writes P before it; or why the answer is not learned
+    # The earlier answer with ids that the prompt begins with, as an index; None: ids of its text
     base: int | None = None
-    rest: str = ""
-    rewritten: bool = False
+    rest: str = ""  # what the template writes behind that answer
+    rewritten: bool = False  # there are earlier answers with ids, and the prompt begins with none of them
 
 
 def given_answers(
@@ -43,12 +34,8 @@ def given_answers(
     messages: Sequence[Any],
     wanted: Mapping[int, float],
 ) -> list[GivenAnswer] | None:
-    """The answers of a conversation; None if generation blocks say what is learned of some.
-
-    Args:
-        render: renders prompts.
-        writer, messages, wanted: as for `rows_of_sampled`.
-    """
+    """The answers of a conversation, whose prompts `render` renders; None if generation blocks say what is learned of
+    some. For the other arguments see `rows_of_sampled`."""
     if reference.blocks and any(messages[number].get(TOKEN_IDS) is None for number in wanted):
         return None
     made: list[GivenAnswer] = []
@@ -95,13 +82,8 @@ def texts_to_encode(answers: Sequence[GivenAnswer], anchor: str) -> list[str]:
 def rows_of_given(
     reference: Encoding, answers: Sequence[GivenAnswer], wanted: Mapping[int, float], ids: Ragged, first: int, skip: int
 ) -> ServedRows | None:
-    """The rows of a conversation; None if only the reference can make them.
-
-    Args:
-        ids: of `texts_to_encode`, for many conversations.
-        first: the first one of this conversation.
-        skip: the ids of the anchor.
-    """
+    """The rows of a conversation; None if only the reference can make them. The ids are of `texts_to_encode`, for many
+    conversations, of which this one has the `first`; `skip` of them are those of the anchor."""
     whole: list[list[int]] = []
     turns: list[LearnedAnswer | int] = []
     made, at = ServedRows(), first
@@ -136,12 +118,8 @@ def rows_of_given(
 def _ids_of_text(
     reference: Encoding, answer: GivenAnswer, prompt: list[int], both: list[int], bits: int
 ) -> tuple[list[int], bool]:
-    """The ids of an answer's text, and whether it would merge with the prompt.
-
-    Args:
-        prompt: its ids.
-        both: those of prompt and answer as one text.
-    """
+    """The ids of an answer's text, and whether it would merge with the prompt: by the ids of that, and of both as one
+    text."""
     if not isinstance(answer.turn, Turn) or both[: len(prompt)] == prompt:
         return both[len(prompt) :], False
     own, _ = reference.answer(answer.turn, [(0, len(answer.turn.answer))], bits)

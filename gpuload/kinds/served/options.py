@@ -20,11 +20,7 @@ LOSS_ON: dict[str, tuple[LossOn, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """How conversations become rows.
-
-    Attributes:
-        turns, missing_reasoning, serving_template, thinking, history: as for `load_chats`.
-    """
+    """How conversations become rows: as for `load_chats`."""
 
     turns: TurnsMode = "conversation"
     missing_reasoning: MissingReasoning = "prompt"
@@ -48,11 +44,7 @@ class ServedOptions:
         }
 
     def check_turns(self) -> None:
-        """Checks these options.
-
-        Raises:
-            OptionError: a value is invalid, or is for turns='served' only.
-        """
+        """Checks these options; an `OptionError` if a value is invalid, or is for turns='served' only."""
         if not self.as_served:
             default = ServedOptions()
             for name in OF_SERVED[1:]:
@@ -75,11 +67,8 @@ class ServedOptions:
 
 
 def check_limits(options: Options) -> None:
-    """Checks the options of a load of rows as served.
-
-    Raises:
-        OptionError: a GPU is asked for, or rows are to lose their beginning.
-    """
+    """Checks the options of a load of rows as served; an `OptionError` if a GPU is asked for, or rows are to lose their
+    beginning."""
     if options.device.startswith("cuda"):
         raise OptionError(f"device={options.device!r}: turns='served' is made on the CPU: use device='auto' or 'cpu'")
     if options.truncation == "left":

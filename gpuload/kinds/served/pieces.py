@@ -21,30 +21,18 @@ from gpuload.engines.host.texts import gather
 @dataclass(frozen=True, eq=False)
 class RowPieces:
     """r texts in pieces: piece 2k is what text k and the next one begin with, without what both have of earlier ones,
-    and piece 2k + 1 is the rest of text k.
+    and piece 2k + 1 is the rest of text k."""
 
-    Attributes:
-        text: (p,) large_string, the pieces that are not empty.
-        number: (p,) which pieces they are.
-        shared: (r,) bytes of earlier pieces.
-        rest: (r,) where the rest begins, in bytes of the text.
-        first: (r,) the text whose piece each text begins with.
-    """
-
-    text: pa.LargeStringArray
-    number: RowNumbers
-    shared: RowNumbers
-    rest: RowNumbers
-    first: RowNumbers
+    text: pa.LargeStringArray  # (p,) large_string, the pieces that are not empty
+    number: RowNumbers  # (p,) which pieces they are
+    shared: RowNumbers  # (r,) bytes of earlier pieces
+    rest: RowNumbers  # (r,) where the rest begins, in bytes of the text
+    first: RowNumbers  # (r,) the text whose piece each text begins with
 
     @classmethod
     def of(cls, text: pa.LargeStringArray, shared: RowNumbers) -> "RowPieces":
-        """Those of some texts.
-
-        Args:
-            text: (r,) large_string, without nulls.
-            shared: (r,) bytes that each has in common with the one before, and where both may be cut.
-        """
+        """Those of some texts (r,), without nulls, each of which has `shared` (r,) bytes in common with the one before,
+        and where both may be cut."""
         count = len(text)
         bounds = np.frombuffer(text.buffers()[1], np.int64)[text.offset :][: count + 1]
         shared = np.where(np.append(0, shared[1:]) < np.append(0, shared[:-1]), 0, shared)  # less than that one itself

@@ -16,13 +16,8 @@ _MOST_KWARGS = 32  # different arguments of rows for which the template is compi
 
 
 class TurnPrograms:
-    """Finds compiled templates, for several threads.
-
-    Args:
-        reference: the tokenizer.
-        calls: how conversations and prompts of rows without arguments of their own are rendered.
-        writer: finds the turns of such rows, with these calls.
-    """
+    """Finds compiled templates, for several threads. The calls, and the writer with these calls, are for rows without
+    arguments of their own."""
 
     def __init__(self, reference: ServedReference, calls: tuple[TemplateCall, TemplateCall], writer: TurnWriter):
         self._reference, self._calls = reference, calls

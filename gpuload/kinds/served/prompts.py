@@ -42,11 +42,7 @@ def prompts_of_turns(sources: Sequence[Source], key: str, chosen: RowNumbers | N
 
 
 def check_conversations(source: Source, key: str) -> None:
-    """Checks that a source has conversations in a column.
-
-    Raises:
-        OptionError: it has texts.
-    """
+    """Checks that a source has conversations in a column: an `OptionError` if it has texts."""
     kind = source.schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if kind != JSON_TYPE and not is_messages(kind):
@@ -98,12 +94,8 @@ def _of_lists(column: pa.Array) -> tuple[RowNumbers, RowNumbers, pa.Array]:
 
 
 def _prompts(lengths: RowNumbers, ours: np.ndarray[Any, Any]) -> tuple[RowNumbers, RowNumbers]:
-    """Row and number of messages of each prompt.
-
-    Args:
-        lengths: (n,) messages of each row.
-        ours: (m,) whether each message is the assistant's.
-    """
+    """Row and number of messages of each prompt, by the messages of each row (n,), and whether each of all (m,) is the
+    assistant's."""
     offsets = offsets_of(lengths)
     row = np.repeat(np.arange(len(lengths)), lengths)
     at = np.arange(len(row)) - offsets[:-1][row]

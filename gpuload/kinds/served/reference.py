@@ -28,13 +28,8 @@ from gpuload.template.loss_marks import weights_of
 
 
 class ServedReference(ChatReference):
-    """As `ChatReference`; the ids of a conversation are those of its rows, as they are stored (`stored.py`).
-
-    Args:
-        tokenizer, loss_on, weights, **settings: as for `ChatReference`.
-        missing_reasoning, serving_template, thinking, history: as for `load_chats`.
-
-    """
+    """As `ChatReference`; the ids of a conversation are those of its rows, as they are stored (`stored.py`). For the
+    arguments see that, and `load_chats`."""
 
     def __init__(
         self,
@@ -79,12 +74,7 @@ class ServedReference(ChatReference):
         calls: tuple[TemplateCall, TemplateCall],
         render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
     ) -> TurnWriter:
-        """Finds the turns of rows.
-
-        Args:
-            calls: how conversations and prompts are rendered.
-            render: see `TurnWriter`.
-        """
+        """Finds the turns of rows, whose conversations and prompts are rendered by these calls: see `TurnWriter`."""
         return TurnWriter(*calls, self.missing_reasoning, self.thinking, self.writer.stops, render)
 
     def at(self, instant: Any) -> Self:
@@ -160,12 +150,11 @@ class ServedReference(ChatReference):
         messages: Sequence[Any],
         call: TemplateCall,
     ) -> ServedRows:
-        """The rows of the turns of one conversation.
+        """The rows of one conversation, whose messages and call are for templates with blocks.
 
         Args:
             turns: number of a message → its turn, or why it is not learned.
             wanted: number of a message → weight of the loss.
-            messages, call: of the conversation, for templates with blocks.
         """
         found: list[LearnedAnswer | int] = []
         counts = ServedRows().counts

@@ -38,13 +38,8 @@ _PROBES = (
 class RewriteFinder:
     """Looks for conversations whose answers are not learned as inference would have them. Used by one thread at a time.
 
-    Args:
-        mode: "off": none are looked at; otherwise at most 32 rows of a load, for at most 0.03 seconds.
-        reference: the tokenizer.
-        rows: how many rows there will be in all.
-
-    Attributes:
-        found: in how many of the conversations that were looked at there are such answers.
+    In the mode "off", none are looked at; otherwise at most 32 of the rows of a load, for at most 0.03 seconds. `found`
+    are those of them with such answers.
     """
 
     check: ClassVar[str] = "answers rewritten"
@@ -102,7 +97,7 @@ class RewriteFinder:
         reference, own = self._reference, own_arguments(prompt)
         messages, wanted = wanted_in(prompt, "assistant" if all_of_them else reference.loss_on)
         call, prompting = reference.call_with(own), reference.call_with(own, prompt_only=True)
-        writer = TurnWriter(call, prompting, stops=self._stops)
+        writer = TurnWriter(call, prompting, known_stops=self._stops)
         try:
             whole = call.render(messages) if wanted else None
         except Exception:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from gpuload.core.options import Options
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import TokenStore
-from gpuload.kinds.served.stored import COUNTS, Headers, headers_of
+from gpuload.kinds.served.stored import COUNTS, Headers
 from gpuload.kinds.served.turns import REASONS
 from gpuload.packing.plan import whole_rows
 
@@ -25,7 +24,7 @@ def served_rows(loaded: Loaded) -> Loaded:
 
     Longer rows are dropped, or end behind their last answer that is within the limit.
     """
-    headers = headers_of(_parts(loaded.tokens))
+    headers = Headers.joined(map(Headers.of, _parts(loaded.tokens)))
     lengths, turn = headers.rows[:, :2].T
     limit, report = loaded.options.max_prompt_length, loaded.report
     overlong = lengths > limit
@@ -33,7 +32,8 @@ def served_rows(loaded: Loaded) -> Loaded:
         end, message = within(headers, limit)
         lengths, turn = np.where(overlong, end, lengths), np.where(overlong, message, turn)
     kept = np.flatnonzero(lengths * (lengths <= limit))
-    last = _last_rows(headers)
+    last = np.zeros(len(headers.rows), bool)  # whether a row ends with the last answer of its conversation
+    last[headers.row_offsets[1:][np.diff(headers.row_offsets) > 0] - 1] = True
     rows, begin, lengths = headers.conversation[kept], headers.begin[kept], lengths[kept]
     tokens = Sequences(loaded.tokens, whole_rows(rows, lengths, begin), IDS | LOSS | WEIGHT)
     if not len(kept):
@@ -104,13 +104,6 @@ def _parts(store: TokenStore) -> Iterator[Ragged]:
         return
     for low in range(0, len(store), _CHUNK):
         yield store.take(np.arange(low, min(low + _CHUNK, len(store))))
-
-
-def _last_rows(headers: Headers) -> np.ndarray[Any, Any]:
-    """(r,) whether a row ends with the last answer of its conversation that is learned."""
-    last = np.zeros(len(headers.rows), bool)
-    last[headers.row_offsets[1:][np.diff(headers.row_offsets) > 0] - 1] = True
-    return last
 
 
 def _loss(store: TokenStore, conversation: RowNumbers, begin: RowNumbers, lengths: RowNumbers) -> RowNumbers:

@@ -30,11 +30,7 @@ def is_sampled(messages: Any) -> bool:
 
 
 def sampled_problem(messages: Any, size: int) -> str | None:
-    """Why ids of messages cannot be used; None if they can.
-
-    Args:
-        size: of the vocabulary.
-    """
+    """Why ids of messages cannot be used with a vocabulary of some size; None if they can."""
     for number, message in enumerate(messages):
         for name in (TOKEN_IDS, PROMPT_IDS):
             ids = message.get(name)
@@ -136,13 +132,8 @@ def rows_of_sampled(
     messages: Sequence[Any],
     wanted: Mapping[int, float],
 ) -> ServedRows:
-    """The rows of a conversation with sampled ids.
-
-    Args:
-        calls: how conversations and prompts are rendered.
-        writer: of these calls.
-        messages, wanted: see `wanted_in`.
-    """
+    """The rows of a conversation with sampled ids. The calls, and the writer of these calls, are for conversations and
+    prompts; for messages and `wanted` see `wanted_in`."""
     made = _Sampled(reference, writer, calls, messages)
     turns: list[LearnedAnswer | int] = []
     for number, message in enumerate(messages):

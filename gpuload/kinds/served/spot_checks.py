@@ -14,16 +14,11 @@ from gpuload.kinds.served.stored import Headers, LearnedAnswer
 
 
 def holds(found: Sequence[int], wanted: Sequence[int], number: int, made: LearnedAnswer | int) -> bool:
-    """Whether a stored conversation has an answer as it should be, and rows that are possible at all.
+    """Whether a conversation, as it is stored, has an answer as it should be, and rows that are possible at all.
 
-    Args:
-        found: the conversation, as it is stored.
-        wanted: the messages that are to be learned.
-        number: one of them.
-        made: its answer by the definition, or the reason why it is not learned.
-
-    Returns:
-        False also where one cannot say so, such as for an answer that shares tokens with loss with another one.
+    Of the messages that are to be learned (`wanted`), the one with this number has the answer `made` by the definition,
+    or a reason why it is not learned. False also where one cannot say so, such as for an answer that shares tokens with
+    loss with another one.
     """
     words = np.array(found, np.int32)
     headers = Headers.of(Ragged(words, np.array([0, len(words)])))

@@ -10,7 +10,7 @@ where each begins. The header is of the same type as tokens:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,52 +39,31 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class LearnedAnswer:
-    """An answer and what is before it: S, as ids.
+    """An answer and what is before it: S, as ids."""
 
-    Attributes:
-        number: of its message.
-        ids: of prompt and answer, without bits.
-        begin: how many of them are the prompt's.
-        bits: of each token from `begin` on.
-    """
-
-    number: int
-    ids: Ids
-    begin: int
-    bits: Ids
+    number: int  # of its message
+    ids: Ids  # of prompt and answer, without bits
+    begin: int  # how many of them are the prompt's
+    bits: Ids  # of each token from `begin` on
 
 
 def count_answer(counts: list[int], turn: Turn, merged: bool = False) -> None:
-    """Counts what is to be said of an answer that is made of its text.
-
-    Args:
-        counts: see `COUNTS`.
-        merged: the answer would merge with the prompt.
-    """
-    for which, found in (
-        (LOST, turn.lost),
-        (MERGED, merged),
-        (WITHOUT_THINKING, turn.without_thinking),
-        (EMPTY_THINKING, turn.empties),
-    ):
-        counts[which] += found
+    """Counts what is to be said of an answer that is made of its text; `merged`: it would merge with the prompt."""
+    counts[LOST] += turn.lost
+    counts[MERGED] += merged
+    counts[WITHOUT_THINKING] += turn.without_thinking
+    counts[EMPTY_THINKING] += turn.empties
 
 
 @dataclass
 class ServedRows:
-    """The rows of a conversation.
+    """The rows of a conversation."""
 
-    Attributes:
-        rows: ids with their bits, and the number of the message that each ends with.
-        answers: row, begin, end and message of each.
-        reasons: number of a reason → turns that are not learned for it.
-        counts: see `COUNTS`.
-    """
-
+    # Ids with their bits, and the number of the message that each ends with
     rows: list[tuple[Ids, int]] = field(default_factory=list)
-    answers: list[tuple[int, int, int, int]] = field(default_factory=list)
-    reasons: dict[int, int] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    answers: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, begin, end and message of each
+    reasons: dict[int, int] = field(default_factory=dict)  # number of a reason → turns that are not learned for it
+    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # see `COUNTS`
 
     @classmethod
     def of(cls, answers: Sequence[LearnedAnswer]) -> "ServedRows":
@@ -171,27 +150,16 @@ def stored_rows(
 
 @dataclass(frozen=True, eq=False)
 class Headers:
-    """What the headers of n conversations say.
+    """What the headers of n conversations say."""
 
-    Attributes:
-        size: (n,) of each header.
-        rows: (r, 2) length and last message of each row, those of a conversation one after the other.
-        row_offsets: (n + 1,) which of them are those of a conversation.
-        answers: (a, 4) row in its conversation, first token, end, and message of each answer.
-        answer_offsets: (n + 1,) which of them are those of a conversation.
-        reasons: (q, 2) number of a reason, and turns.
-        reason_offsets: (n + 1,) which of them are those of a conversation.
-        counts: (n, len(COUNTS)).
-    """
-
-    size: RowNumbers
-    rows: RowNumbers
-    row_offsets: RowNumbers
-    answers: RowNumbers
-    answer_offsets: RowNumbers
-    reasons: RowNumbers
-    reason_offsets: RowNumbers
-    counts: RowNumbers
+    size: RowNumbers  # (n,) of each header
+    rows: RowNumbers  # (r, 2) length and last message of each row, those of a conversation one after the other
+    row_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    answers: RowNumbers  # (a, 4) row in its conversation, first token, end, and message of each answer
+    answer_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    reasons: RowNumbers  # (q, 2) number of a reason, and turns
+    reason_offsets: RowNumbers  # (n + 1,) which of them are those of a conversation
+    counts: RowNumbers  # (n, len(COUNTS))
 
     @classmethod
     def of(cls, stored: Ragged) -> "Headers":
@@ -237,11 +205,6 @@ class Headers:
     def conversation(self) -> RowNumbers:
         """(r,) of which conversation each row is."""
         return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))
-
-
-def headers_of(chunks: Iterator[Ragged]) -> Headers:
-    """The headers of conversations, part by part."""
-    return Headers.joined(map(Headers.of, chunks))
 
 
 def served_sizes(stored: Ragged) -> Array:

@@ -18,40 +18,28 @@ from gpuload.reference.template_call import TemplateCall
 
 @dataclass(eq=False)
 class TextTurns:
-    """The turns of a conversation as text.
+    """The turns of a conversation as text."""
 
-    Attributes:
-        turns: number of a message → its turn, or why it is not learned.
-        wanted, messages, call: as for `ServedReference.rows_of_turns`.
-        rows: the texts of its rows, and the message with which each ends.
-        answers: of each learned turn, its row and what has loss in it, in characters of the answer.
-        sampled: the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here.
-        given: its answers then, if they can be made many at once (`given.py`).
-    """
-
-    turns: dict[int, Turn | int]
-    wanted: dict[int, float]
-    messages: Sequence[Any]
-    call: TemplateCall
+    turns: dict[int, Turn | int]  # number of a message → its turn, or why it is not learned
+    wanted: dict[int, float]  # as for `ServedReference.rows_of_turns`
+    messages: Sequence[Any]  # likewise
+    call: TemplateCall  # likewise
+    # The texts of its rows, and the message with which each ends
     rows: list[tuple[str, int]] = field(default_factory=list)
+    # Of each learned turn, its row and what has loss in it, in characters of the answer
     answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
-    sampled: Any = None
-    given: list[GivenAnswer] | None = None
+    sampled: Any = None  # the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here
+    given: list[GivenAnswer] | None = None  # its answers then, if they can be made many at once (`given.py`)
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedText(HostText):
-    """n conversations; a `protocol.RenderedText`.
+    """n conversations; a `protocol.RenderedText`."""
 
-    Attributes:
-        conversations: row → its turns; rejected rows have none, nor those in `columns`.
-        columns: conversations that were made by columns.
-        given: (n,) the conversations.
-    """
-
+    # Row → its turns; rejected rows have none, nor those in `columns`
     conversations: dict[int, TextTurns] = field(default_factory=dict)
-    columns: ColumnTurns | None = None
-    given: pa.Array | None = None
+    columns: ColumnTurns | None = None  # conversations that were made by columns
+    given: pa.Array | None = None  # (n,) the conversations
 
     @property
     def sampled_sizes(self) -> np.ndarray[Any, Any]:

@@ -20,12 +20,12 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from gpuload.core.options import MissingReasoning
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template.marks import texts_in
+from gpuload.template.marks import texts_in, with_texts
 
 REASONS = (
     "the prompt is not what the template writes before the answer",
@@ -62,65 +62,47 @@ _NEAR = 256  # characters around the place where an answer begins
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as inference would have it.
+    """A turn as inference would have it."""
 
-    Attributes:
-        number: of the message with the answer.
-        prompt, answer: P and A.
-        start: the place of `answer` in R, in characters; None if it is not a part of R.
-        rendered: R.
-        without_thinking: P is that of the template's switch for prompts without thinking.
-        lost: the message has reasoning that A lacks.
-        stopped: A ends with a stop token.
-        empties: A has an empty thinking block, which is in the text of the message.
-    """
-
-    number: int
-    prompt: str
-    answer: str
-    start: int | None
-    rendered: str
-    without_thinking: bool = False
-    lost: bool = False
-    stopped: bool = True
-    empties: bool = False
+    number: int  # of the message with the answer
+    prompt: str  # P
+    answer: str  # A
+    start: int | None  # the place of `answer` in R, in characters; None if it is not a part of R
+    rendered: str  # R
+    without_thinking: bool = False  # P is that of the template's switch for prompts without thinking
+    lost: bool = False  # the message has reasoning that A lacks
+    stopped: bool = True  # A ends with a stop token
+    empties: bool = False  # A has an empty thinking block, which is in the text of the message
 
 
+@dataclass(eq=False)
 class TurnWriter:
-    """Finds the turns of a conversation.
+    """Finds the turns of a conversation."""
 
-    Args:
-        call: how whole conversations are rendered.
-        serving: how prompts are rendered; with generation prompt.
-        missing_reasoning: as for `load_chats`.
-        thinking: the literals that open and close the reasoning, white space included; None if nobody has said so.
-        stops: stop tokens, if they were found before.
-        render: renders messages; None for transformers.
-    """
+    call: TemplateCall  # how whole conversations are rendered
+    serving: TemplateCall  # how prompts are rendered; with generation prompt
+    missing_reasoning: MissingReasoning = "prompt"
+    # The literals that open and close the reasoning, white space included; None if nobody has said so.
+    thinking: tuple[str, str] | None = None
+    known_stops: re.Pattern[str] | None = None  # if they were found before
+    render: Callable[[TemplateCall, Sequence[Any]], str] | None = None  # renders messages; None for transformers
 
-    def __init__(
-        self,
-        call: TemplateCall,
-        serving: TemplateCall,
-        missing_reasoning: MissingReasoning = "prompt",
-        thinking: tuple[str, str] | None = None,
-        stops: re.Pattern[str] | None = None,
-        render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
-    ):
-        self._call, self._serving = call, serving
-        self._missing, self._thinking = missing_reasoning, thinking
-        self._stops = stops
-        self._render = render or (lambda call, messages: call.render(messages))
-        own = ((thinking[0].strip(), thinking[1].strip()),) if thinking else ()
-        self.pairs = (*own, *THINKING)
+    @cached_property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Literals that may open and close the reasoning, without white space around them."""
+        own = ((self.thinking[0].strip(), self.thinking[1].strip()),) if self.thinking else ()
+        return (*own, *THINKING)
 
     @cached_property
     def stops(self) -> re.Pattern[str]:
         """Finds stop tokens."""
-        if self._stops is None:
-            tokens = sorted(stop_tokens(self._call), key=len, reverse=True)
+        if self.known_stops is None:
+            tokens = sorted(stop_tokens(self.call), key=len, reverse=True)
             return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-        return self._stops
+        return self.known_stops
+
+    def _render(self, call: TemplateCall, messages: Sequence[Any]) -> str:
+        return call.render(messages) if self.render is None else self.render(call, messages)
 
     @property
     def empty(self) -> re.Pattern[str]:
@@ -131,27 +113,22 @@ class TurnWriter:
         """The same with another way to render; what was found of the template is not looked for again."""
         _ = self.stops, self.switches
         other = copy.copy(self)
-        other._render = render
+        other.render = render
         return other
 
     @cached_property
     def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
         """How prompts and whole conversations are rendered without thinking."""
-        text, calls = self._serving.text(), (self._serving, self._call)
-        names = [name for name in SWITCHES if name in text and name not in self._serving.kwargs]
+        text, calls = self.serving.text(), (self.serving, self.call)
+        names = [name for name in SWITCHES if name in text and name not in self.serving.kwargs]
         found = [[replace(call, kwargs={**call.kwargs, name: False}) for call in calls] for name in names]
         return [(serving, call) for serving, call in found]
 
     def turn(self, messages: Sequence[Mapping[str, Any]], number: int) -> Turn | int:
-        """One turn, or the number of the reason why it is not learned.
-
-        Args:
-            messages: of the conversation.
-            number: of the message with the answer.
-        """
+        """The turn of the message with this number, or the number of the reason why it is not learned."""
         try:
-            prompt = self._render(self._serving, messages[:number])
-            rendered = self._render(self._call, messages[: number + 1])
+            prompt = self._render(self.serving, messages[:number])
+            rendered = self._render(self.call, messages[: number + 1])
         except Exception:
             return FAILS
         message = messages[number]
@@ -164,11 +141,11 @@ class TurnWriter:
             start, answer = found
         without = False
         if (
-            self._missing != "learn"
+            self.missing_reasoning != "learn"
             and self._thinks_nothing(prompt, answer)
             and not self._has_reasoning(message, answer)
         ):
-            if self._missing == "skip":
+            if self.missing_reasoning == "skip":
                 return SKIPPED
             other = self._without_thinking(messages, number, rendered)
             if other is None:
@@ -198,10 +175,10 @@ class TurnWriter:
             if inside.startswith(literal):  # with other white space behind it
                 inside = inside[len(literal) :].lstrip()
                 return len(rendered) - len(inside), inside
-            if self._thinking is None or self._thinking[0].strip() != literal:
+            if self.thinking is None or self.thinking[0].strip() != literal:
                 return OPENED
             reasoning = reasoning_of(message, (literal, close)).strip()
-            close = self._thinking[1]
+            close = self.thinking[1]
             return None, reasoning + close + (rest.lstrip() if close[-1:].isspace() else rest)
         return OTHER
 
@@ -259,8 +236,9 @@ class TurnWriter:
         texts = list(texts_in(messages[number]))
         if not any(self.stops.search(text) for text in texts):
             return answer[: found.end()], True
-        masked = _masked(messages[number], self.stops)
-        other = self._render(self._call, [*messages[:number], masked])
+        # Something else of the same length in place of stop tokens.
+        masked = with_texts(messages[number], partial(self.stops.sub, lambda token: _FILLER * len(token[0])))
+        other = self._render(self.call, [*messages[:number], masked])
         if start is None or len(other) != len(rendered):
             return None, False
         if any(one != two and two != _FILLER for one, two in zip(rendered, other, strict=True)):
@@ -309,15 +287,6 @@ def _tails(call: TemplateCall, makes: Sequence[Any], calls: bool = False) -> Ite
             continue
         if mark in text:
             yield text.rpartition(mark)[2]
-
-
-def _masked(value: Any, stops: re.Pattern[str]) -> Any:
-    """Plain data with something else of the same length in place of stop tokens."""
-    if isinstance(value, str):
-        return stops.sub(lambda found: _FILLER * len(found[0]), value)
-    if isinstance(value, Mapping):
-        return {name: _masked(item, stops) for name, item in value.items()}
-    return [_masked(item, stops) for item in value] if isinstance(value, list) else value
 
 
 @lru_cache(8)

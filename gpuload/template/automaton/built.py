@@ -1,8 +1,5 @@
 """What a template builds of symbols (`nodes.Built`): computed for one row, and as an expression of Python code."""
 
-from __future__ import annotations
-
-import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -17,33 +14,20 @@ def evaluate(
     text: Callable[[str | TextSource, tuple[Operation, ...]], str],
 ) -> Any:
     """The plain data, from the values at places, the numbers and the texts of a row."""
+    held: list[Any] = []
 
-    def of(each: Built) -> Any:
-        match each.kind, each.parts:
-            case "at", (place,):
-                return value(place)
-            case "text", pieces:
-                return "".join(text(*piece) for piece in pieces)
-            case "number", (affine,):
-                return number(affine)
-            case "constant", (literal,):
-                return ast.literal_eval(literal)
-            case "part", (ListPart() as part, only):
-                elements = part.of(value(part.place), number(part.start), number(part.length))
-                return elements if only is None else [element[only] for element in elements]
-            case "list", items:
-                return [of(item) for item in items]
-            case "mapping", pairs:
-                return {key: of(item) for key, item in pairs}
-            case "sum", (left, right):
-                return of(left) + of(right)
-            case "slice", (of_text, start, stop, step):
-                return of(of_text)[of(start) : of(stop) : of(step)]
-            case "method", (name, of_text, *arguments):
-                return getattr(of(of_text), name)(*map(ast.literal_eval, arguments))
-        raise ValueError(each.kind)
+    def hold(found: Any) -> str:
+        held.append(found)
+        return f"held[{len(held) - 1}]"
 
-    return of(built)
+    code = expression(
+        built,
+        lambda place: hold(value(place)),
+        lambda affine: hold(number(affine)),
+        lambda source, operations: hold(text(source, operations)),
+        hold,
+    )
+    return eval(code, {"held": held})
 
 
 def expression(
@@ -53,7 +37,7 @@ def expression(
     text: Callable[[str | TextSource, tuple[Operation, ...]], str],
     constant: Callable[[Any], str],
 ) -> str:
-    """The same as code, from the code for places, numbers, texts and other constants."""
+    """The plain data as an expression of Python, from those for places, numbers, texts and other constants."""
 
     def of(each: Built) -> str:
         match each.kind, each.parts:

@@ -1,7 +1,5 @@
 """The template in transformers' Jinja environment, instrumented for symbolic conversations (`symbols.py`)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,7 +72,6 @@ class RecordingTemplate(TracingTemplate):
             Exception: whatever the template raises.
         """
         self.recorder = recorder
-        self._output, self._blocks = [], []
         symbols = {name: recorder.at((name,))[1] for name in recorder.row}
         for part in self._template.root_render_func(self._template.new_context({**context, **symbols})):
             if isinstance(part, _Generated):
@@ -209,12 +206,8 @@ class RecordingTemplate(TracingTemplate):
 
         module["LoopContext"] = context
 
-    def _generation(self) -> Callable[..., Any]:
-        @jinja2.pass_eval_context
-        def generation(_: object, caller: Callable[[], Any]) -> Any:
-            return _Generated(caller())
-
-        return generation
+    def _generated(self, text: Any) -> Any:
+        return _Generated(text)
 
     def _buffer(self) -> Buffer:
         buffer = Buffer()

@@ -3,8 +3,6 @@
 Each function takes the filter or test as it is, for known values, and then its arguments (`sandbox.wrapping`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

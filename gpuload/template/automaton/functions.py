@@ -89,12 +89,8 @@ class Functions:
             waiting += [each for each in lines.needed if f"n{each}" not in self._globals]
 
     def walk(self, row: Mapping[str, Any]) -> tuple[list[str], list[int], list[int], Leaf]:
-        """Renders one row.
-
-        Returns:
-            What was printed, where blocks are in it as `blocks_of` takes it, the nodes at which passes of loops ended,
-            and how the walk ended.
-        """
+        """Renders one row. Returns what was printed, where blocks are in it as `blocks_of` takes it, the nodes at which
+        passes of loops ended, and how the walk ended."""
         out: list[str] = []
         blocks: list[int] = []
         trail: list[int] = []

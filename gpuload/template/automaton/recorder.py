@@ -12,8 +12,6 @@ go to registers, which are named by the loop's node, so that a value taken from 
 overwritten. Lists and mappings that the template builds go to registers as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -232,9 +230,9 @@ class Recorder:
             key.append(tuple(constants))
         for number, buffer in enumerate(self.buffers):
             register = (loop, "buffer", number)
-            if pieces := buffer.pieces():
+            if pieces := [segment for value in buffer for segment in segments_of(value)]:
                 saved.append((register, tuple(map(source_of, pieces))))
-                buffer.replace(text_of(self, TextSource("register", register)))
+                buffer[:] = [text_of(self, TextSource("register", register))]
             key.append(bool(pieces))
         values = [self._evaluated(value) for _, value in saved]
         self.registers.update(zip((register for register, _ in saved), values, strict=True))
@@ -320,12 +318,6 @@ def attributes(namespace: Namespace) -> dict[str, Any]:
 
 class Buffer(list[Any]):
     """What a macro or block has printed so far."""
-
-    def pieces(self) -> tuple[Segment, ...]:
-        return tuple(segment for value in self for segment in segments_of(value))
-
-    def replace(self, value: Rope) -> None:
-        self[:] = [value]
 
 
 class BufferedCode(CodeGenerator):

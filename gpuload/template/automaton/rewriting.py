@@ -1,10 +1,8 @@
 """Loops with a condition and `loop` or an else, as two loops that can be recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.visitor import NodeTransformer
 
 
@@ -31,33 +29,25 @@ class Conditions(NodeTransformer):
             return loop
         if ("loop" not in names and not loop.else_) or not _independent(loop, {each.name for each in targets}):
             return loop
-        line, self._count = {"lineno": loop.lineno}, self._count + 1
-        kept = f"gpuload_kept_{self._count}"
-        item = f"{kept}_item"
-
-        def load(name: str) -> Any:
-            return nodes.Name(name, "load", **line)
-
-        def elements() -> Any:
-            return nodes.Getattr(load(kept), "kept", "load", **line)
-
-        empty = nodes.Keyword("kept", nodes.List([], **line), **line)
-        namespace = nodes.Call(load("namespace"), [], [empty], None, None, **line)
-        one = nodes.List([load(each.name) for each in targets], **line)
-        keep = nodes.Assign(
-            nodes.NSRef(kept, "kept", **line), nodes.Add(elements(), nodes.List([one], **line), **line), **line
+        self._count += 1
+        kept, variables = f"gpuload_kept_{self._count}", [each.name for each in targets]
+        found = "".join(f"{{% set {name} = {kept}_item[{at}] %}}" for at, name in enumerate(variables))
+        namespace, first, second = _parsed(
+            f"{{% set {kept} = namespace(kept=[]) %}}"
+            "{% for target in iter %}{% if test %}"
+            f"{{% set {kept}.kept = {kept}.kept + [[{', '.join(variables)}]] %}}"
+            "{% endif %}{% endfor %}"
+            f"{{% for {kept}_item in {kept}.kept %}}{found}{{% endfor %}}"
         )
-        condition = nodes.If(loop.test, [keep], [], [], **line)
-        first = nodes.For(loop.target, loop.iter, [condition], [], None, False, **line)
-        loop.target, loop.iter, loop.test = nodes.Name(item, "store", **line), elements(), None
-        loop.body = [
-            nodes.Assign(
-                nodes.Name(each.name, "store", **line),
-                nodes.Getitem(load(item), nodes.Const(number, **line), "load", **line), **line,
-            )
-            for number, each in enumerate(targets)
-        ] + loop.body  # fmt: skip
-        return [nodes.Assign(nodes.Name(kept, "store", **line), namespace, **line), first, loop]
+        first.target, first.iter, first.body[0].test = loop.target, loop.iter, loop.test
+        loop.target, loop.iter, loop.test = second.target, second.iter, None
+        loop.body = second.body + loop.body
+        return [namespace, first, loop]
+
+
+def _parsed(text: str) -> list[Any]:
+    """The statements of a template."""
+    return Environment().parse(text).body
 
 
 def _independent(loop: Any, targets: set[str]) -> bool:

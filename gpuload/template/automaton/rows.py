@@ -59,28 +59,19 @@ Row = dict[str, Any]
 
 @dataclass
 class _Progress:
-    """What has become of the rows so far: see `RowRenderer`, and how many were rendered."""
+    """What has become of the rows so far."""
 
-    wrong: str | None = None
-    rows: int = 0
+    wrong: str | None = None  # why transformers renders all rows
+    rows: int = 0  # rendered
     traces: int = 0
-    verified: int = 0
+    verified: int = 0  # compared with transformers
 
 
 class RowRenderer:
-    """Renders conversations of any shape. Several threads may do so at once.
-
-    Args:
-        call: the tokenizer, the template and the constants of the load.
-        answers: finds the parts of a conversation that have loss; None if nobody asks.
-        own_tools: whether each conversation has tools of its own.
+    """Renders conversations of any shape, each of which may have tools of its own. Several threads may do so at once.
 
     Raises:
         NotCompilableError: this template cannot be recorded at all.
-
-    Attributes:
-        wrong: why transformers renders all rows, or None.
-        traces, verified: how many rows were traced, and compared with transformers.
     """
 
     def __init__(self, call: TemplateCall, answers: Answers | None = None, own_tools: bool = False) -> None:
@@ -134,11 +125,8 @@ class RowRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> RenderedRow | Rejected | ByReference:
-        """Renders one conversation: plain data, as `json.loads` returns it, with its tools if it has `own_tools`.
-
-        Returns:
-            Its text; or why the template rejects it, or transformers must render it.
-        """
+        """Renders one conversation: plain data, as `json.loads` returns it, with its tools if it has `own_tools`. Or
+        says why the template rejects it, or transformers must render it."""
         self._progress.rows += 1
         row: Row = {"messages": prepared(messages)} | ({"tools": tools} if self._own_tools else {})
         while not self.wrong:

@@ -47,18 +47,16 @@ class SymbolicMapping(Printable):
     def length(self) -> SymbolicNumber:
         return SymbolicNumber(self.recorder, Affine.of(("length", self.place)))
 
-    def find(self, key: str) -> Any:
-        """What is there, or None twice: (whether it is there, the value)."""
+    def find(self, key: object) -> Any:
+        """(whether it is there, the value, or None)."""
+        if type(key) is not str:
+            reject("looks for something other than a plain string in a mapping")
         return self.recorder.at((*self.place, key))
 
     def __contains__(self, key: object) -> bool:
-        if type(key) is not str:
-            reject("looks for something other than a plain string in a mapping")
         return bool(self.find(key)[0])
 
     def get(self, key: object, default: object = None) -> Any:
-        if type(key) is not str:
-            reject("looks for something other than a plain string in a mapping")
         there, value = self.find(key)
         return value if there else default
 

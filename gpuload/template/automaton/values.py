@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, cast
 
 from gpuload.template.automaton.nodes import Affine, Built, ListPart, Place, TextSource, Wanted
-from gpuload.template.program import Operation, Predicate, Ref, Segment
+from gpuload.template.program import Operation, Ref, Segment
 from gpuload.template.rope import Rope
-from gpuload.template.symbol import NotCompilableError, Symbol, reject
+from gpuload.template.symbol import NotCompilableError, Oracle, Symbol, reject
 
 
-class Recording(Protocol):
+class Recording(Oracle, Protocol):
     """What symbols ask, see `recorder.py`. It answers for one real row."""
-
-    def ask(self, predicate: Predicate) -> bool: ...
 
     def compare(self, operator: str, number: Affine) -> bool: ...
 
@@ -83,11 +81,8 @@ class Text(Rope):
     def recorder(self) -> Recording:
         return cast(Recording, self._oracle)
 
-    def capitalize(self) -> Rope:
-        return self._changed_case("capitalize")
-
-    def title(self) -> Rope:
-        return self._changed_case("title")
+    capitalize = functools.partialmethod(Rope._changed_case, "capitalize")
+    title = functools.partialmethod(Rope._changed_case, "title")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rope) and self._pieces != other._pieces:
@@ -142,7 +137,9 @@ def _also_joined(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-for _name in "__contains__ startswith endswith removeprefix removesuffix replace _changed_case _cut".split():
+for (
+    _name
+) in "__contains__ startswith endswith removeprefix removesuffix replace lower upper capitalize title _cut".split():
     setattr(Text, _name, _also_joined(getattr(Text, _name)))
 
 
@@ -206,16 +203,13 @@ class SymbolicNumber(Printable):
 
     __rmul__ = __mul__
 
-    def __mod__(self, other: object) -> SymbolicNumber:
-        return self._divided("mod", other)
-
-    def __floordiv__(self, other: object) -> SymbolicNumber:
-        return self._divided("div", other)
-
     def _divided(self, name: str, other: object) -> SymbolicNumber:
         if type(other) is not int or other <= 0:
             reject("divides by something other than a positive number")
         return SymbolicNumber(self.recorder, Affine.of((name, self.affine, other)))
+
+    __mod__ = functools.partialmethod(_divided, "mod")
+    __floordiv__ = functools.partialmethod(_divided, "div")
 
     def __bool__(self) -> bool:
         return self != 0
