@@ -17,33 +17,15 @@ class Loop:
 
     def __init__(self, recorder: Recorder, over: SymbolicList | Range, undefined: Any) -> None:
         self._recorder, self._over, self._undefined = recorder, over, undefined
-        self._counter = Affine(0)
 
     def __iter__(self) -> Iterator[tuple[Any, Loop]]:
         name = self._recorder.enter()
-        self._counter = Affine.of(("register", name))
+        self.index0 = SymbolicNumber(self._recorder, Affine.of(("register", name)))
+        self.length = SymbolicNumber(self._recorder, self._over.length)
+        self.index = self.index0 + 1
+        self.revindex0, self.revindex = self.length - self.index, self.length - self.index0
         for item in self._recorder.passes(name, self._over):
             yield item, self
-
-    @property
-    def index0(self) -> SymbolicNumber:
-        return SymbolicNumber(self._recorder, self._counter)
-
-    @property
-    def index(self) -> SymbolicNumber:
-        return self.index0 + 1
-
-    @property
-    def length(self) -> SymbolicNumber:
-        return SymbolicNumber(self._recorder, self._over.length)
-
-    @property
-    def revindex0(self) -> SymbolicNumber:
-        return self.length - self.index
-
-    @property
-    def revindex(self) -> SymbolicNumber:
-        return self.length - self.index0
 
     @property
     def first(self) -> bool:
