@@ -3,6 +3,7 @@
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpuload.cache.block_file import about
@@ -15,24 +16,15 @@ _WHAT = {IDS: "ids", COLUMNS: "columns", IMAGES: "images"}
 _MOST_BYTES = 20 * 10**9
 
 
-def tokens_directory(cache_dir: str | None = None) -> Path:
-    """Where entries are; for the option see `files.cache_root`."""
-    return cache_root(cache_dir) / "tokens"
+def _directory(name: str, cache_dir: str | None = None) -> Path:
+    """A directory of the cache; for the option see `files.cache_root`."""
+    return cache_root(cache_dir) / name
 
 
-def store_directory(cache_dir: str | None = None) -> Path:
-    """Where the files of stores on disk are: entries, and columns; for the option see `files.cache_root`."""
-    return cache_root(cache_dir) / "store"
-
-
-def media_directory(cache_dir: str | None = None) -> Path:
-    """Where images are copied to that are in the data itself; for the option see `files.cache_root`."""
-    return cache_root(cache_dir) / "media"
-
-
-def digests_directory(cache_dir: str | None = None) -> Path:
-    """Where digests of files, and facts of tokenizers, are remembered; for the option see `files.cache_root`."""
-    return cache_root(cache_dir) / "digests"
+tokens_directory = partial(_directory, "tokens")  # of entries
+store_directory = partial(_directory, "store")  # of the files of stores on disk: entries, and columns
+media_directory = partial(_directory, "media")  # of copies of images that are in the data itself
+digests_directory = partial(_directory, "digests")  # of digests of files, and facts of tokenizers
 
 
 def default_bound(directory: Path) -> int:
