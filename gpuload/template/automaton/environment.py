@@ -12,11 +12,9 @@ from gpuload.template.automaton.filters import (
     TESTS,
     Known,
     as_list,
-    as_text,
-    capitalize,
+    calling,
     dictsort,
     integer,
-    items,
     length,
     listed,
     on_text,
@@ -153,9 +151,12 @@ class RecordingTemplate(TracingTemplate):
             environment.globals.pop(name, None)
         filters, tests = environment.filters, environment.tests
         own: dict[str, Callable[..., Any]] = {
-            **{"tojson": self._json, "join": self._joined, "safe": self._safe, "string": as_text, "items": items},
+            **{"tojson": self._json, "join": self._joined, "safe": self._safe},
+            "string": functools.partial(calling, "text", Printable),
+            "items": functools.partial(calling, "items", SymbolicMapping),
+            "capitalize": functools.partial(calling, "capitalize", Text),
             **{"length": length, "count": length, "list": as_list, "int": integer, "reverse": reverse},
-            **{"capitalize": capitalize, "dictsort": dictsort},
+            "dictsort": dictsort,
             **{name: functools.partial(self._end, at, environment) for name, at in (("first", 0), ("last", -1))},
             **dict.fromkeys(("trim", "lower", "upper", "replace"), on_text),
             **dict.fromkeys(("map", "select", "reject", "selectattr", "rejectattr"), self._each),

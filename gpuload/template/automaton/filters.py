@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuload.template.automaton.nodes import DICTSORT, Wanted
 from gpuload.template.automaton.symbols import SplitParts, SymbolicList, SymbolicMapping, characters_of
-from gpuload.template.automaton.values import Printable, Scalar, SymbolicNumber, Text
+from gpuload.template.automaton.values import Scalar, SymbolicNumber, Text
 
 Known = Callable[..., Any]
 
@@ -53,10 +53,6 @@ def length(known: Known, *args: Any) -> Any:
     return value.length if isinstance(value, SymbolicMapping) else known(*args)
 
 
-def as_text(known: Known, *args: Any) -> Any:
-    return args[-1].text() if isinstance(args[-1], Printable) else known(*args)
-
-
 def integer(known: Known, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Of symbolic texts, only a printed number."""
     pieces: Any = value._pieces if isinstance(value, Text) else ()
@@ -78,17 +74,14 @@ def reverse(known: Known, value: Any) -> Any:
     return value[::-1] if isinstance(value, (SymbolicList, Text)) else known(value)
 
 
-def capitalize(known: Known, value: Any) -> Any:
-    return value.capitalize() if isinstance(value, Text) else known(value)
-
-
 def dictsort(known: Known, value: Any, *args: Any, **kwargs: Any) -> Any:
     plain = isinstance(value, SymbolicMapping) and not args and not kwargs
     return value.items(DICTSORT) if plain else known(value, *args, **kwargs)
 
 
-def items(known: Known, *args: Any) -> Any:
-    return args[-1].items() if isinstance(args[-1], SymbolicMapping) else known(*args)
+def calling(name: str, kind: type[Any], known: Known, value: Any) -> Any:
+    """A filter that calls a method of values of some kind."""
+    return getattr(value, name)() if isinstance(value, kind) else known(value)
 
 
 def as_list(known: Known, *args: Any) -> Any:
