@@ -15,7 +15,7 @@ from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, Row, chat, equal, p
 
 import gpuload  # noqa: E402
 from gpuload.integrations import trl as ours  # noqa: E402
-from gpuload.integrations.trl import preference, sft  # noqa: E402
+from gpuload.integrations.trl import steps  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 LOG = "gpuload.integrations.trl"
@@ -118,8 +118,7 @@ def test_rows_that_differ_from_those_of_trl(
         turned = [{"chosen": "rejected", "rejected": "chosen"}.get(name, name) for name in table.column_names]
         return gpuload.load_pairs(table.rename_columns(turned), tokenizer, **options)
 
-    monkeypatch.setattr(sft, "load_given", chats)
-    monkeypatch.setattr(preference, "load_given", pairs)
+    monkeypatch.setattr(steps, "load_given", chats if name == "SFTTrainer" else pairs)
     rows, more = (MESSAGES, PLAIN) if name == "SFTTrainer" else (PAIRS, ())
     equal(*(result_of(kind, name, rows, tokenizer, *more) for kind in (ours, trl)))
     assert "its rows of a sample differ from those of load_chats and load_pairs" in caplog.text

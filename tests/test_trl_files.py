@@ -18,7 +18,7 @@ from tokenizer_cases import small_tokenizer  # noqa: E402
 from trl_cases import LABELED, MESSAGES, PAIRS, equal, prepared  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
-from gpuload.integrations.trl import sft  # noqa: E402
+from gpuload.integrations.trl import steps  # noqa: E402
 from gpuload.pipeline.run import load_given  # noqa: E402
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -39,7 +39,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(table))
         return load_given(kind, table, *given)
 
-    monkeypatch.setattr(sft, "load_given", counted)
+    monkeypatch.setattr(steps, "load_given", counted)
     return found
 
 

@@ -194,7 +194,7 @@ def _write(file: Path, memory: _Memory, about: dict[str, Any]) -> None:
 
 
 def replay(directory: Path, say: Callable[[str], None]) -> bool:
-    """Repeats launches that `save_wrong` has saved on the host, up to the first that wrote something else on the GPU.
+    """Repeats on the host launches that `save_wrong` has saved, up to the first that wrote something else on the GPU.
     `say` gets a line for each thing found.
 
     Returns:

@@ -71,8 +71,7 @@ def media_rows(processor: Any, rows: Ragged) -> list[int]:
     if not isinstance(processor, ProcessorMixin):
         return []
     media = np.isin(rows.values, processor.tokenizer.convert_tokens_to_ids(sorted(_media_tokens(processor))))
-    found: list[int] = np.flatnonzero(count_in_rows(media, rows.offsets)).tolist()
-    return found
+    return np.flatnonzero(count_in_rows(media, rows.offsets)).tolist()
 
 
 def difference_of_ids(processor: Any, rows: Ragged, beginnings: bool) -> str | None:

@@ -99,8 +99,7 @@ def _grouped(rows: RowNumbers, lengths: RowNumbers, step: int) -> RowNumbers:
     """Rows sorted by length within groups, of `step` rows times the number of batches that a group has."""
     size = step * max(2, min(len(rows) // (step * _LEAST_GROUPS), _GROUP_BATCHES))
     group = np.arange(len(rows)) // size
-    result: RowNumbers = rows[np.lexsort((np.where(group % 2, lengths, -lengths), group))]
-    return result
+    return rows[np.lexsort((np.where(group % 2, lengths, -lengths), group))]
 
 
 def _order(plan: Plan, runs: int, size: int, chance: np.random.Generator | None) -> RowNumbers:

@@ -54,8 +54,7 @@ class FlatMessages:
 
     def has_role(self, *roles: str) -> RowMask:
         """(k,) bool: which messages have one of some roles."""
-        found: RowMask = as_numpy(pc.is_in(self.role, as_arrow(list(roles), _TEXT_TYPE)))
-        return found
+        return as_numpy(pc.is_in(self.role, as_arrow(list(roles), _TEXT_TYPE)))
 
     def is_answer(self, prompts: bool) -> RowMask:
         """(k,) bool: completions, and in a conversation its last answer and what follows it; nothing of rows that are

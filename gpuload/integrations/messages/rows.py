@@ -99,8 +99,7 @@ def shared(ids: Ragged | DiskTokens) -> SharedRows | DiskTokens:
 
 def row_of(ids: Ragged | SharedRows | DiskTokens, row: int) -> np.ndarray[Any, Any]:
     """The ids of one row, with bits; a `StoreError` if they have been damaged."""
-    found: np.ndarray[Any, Any] = ids.take(np.array([row])).values if isinstance(ids, DiskTokens) else ids[row]
-    return found
+    return ids.take(np.array([row])).values if isinstance(ids, DiskTokens) else ids[row]
 
 
 def without(ids: Ragged, rows: Iterable[int]) -> Ragged:

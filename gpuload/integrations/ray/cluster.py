@@ -26,11 +26,7 @@ class Scale:
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> tuple["Scale", dict[str, Any]]:
-        """The scale, and the other keyword arguments.
-
-        Raises:
-            OptionError: an invalid value.
-        """
+        """The scale, and the other keyword arguments; an `OptionError` for an invalid value."""
         names = {field.name for field in fields(Scale)}
         scale = Scale(**{name: value for name, value in given.items() if name in names})
         return scale, {name: value for name, value in given.items() if name not in names}
@@ -38,24 +34,15 @@ class Scale:
 
 @dataclass(frozen=True)
 class Workers:
-    """How workers are started.
+    """How workers are started."""
 
-    Attributes:
-        concurrency: how many: a number, or (at least, at most).
-        num_cpus, num_gpus: of each.
-    """
-
-    concurrency: int | tuple[int, int]
-    num_cpus: float
-    num_gpus: float
+    concurrency: int | tuple[int, int]  # how many: a number, or (at least, at most)
+    num_cpus: float  # of each
+    num_gpus: float  # of each
 
 
 def import_ray() -> Any:
-    """The module `ray.data`'s parent.
-
-    Raises:
-        GpuloadError: it is not installed.
-    """
+    """The module `ray.data`'s parent; a `GpuloadError` if it is not installed."""
     try:
         import ray
         import ray.data
@@ -65,10 +52,8 @@ def import_ray() -> Any:
 
 
 def connect(address: str | None) -> None:
-    """Connects to a cluster, unless this process is connected already.
-
-    Args:
-        address: of the cluster; None: of `$RAY_ADDRESS`, else a cluster of this machine is started.
+    """Connects to the cluster of an address, or of `$RAY_ADDRESS`, or a new one of this machine, unless this process is
+    connected already.
 
     Raises:
         GpuloadError: there is no cluster at this address.
@@ -86,12 +71,7 @@ def connect(address: str | None) -> None:
 
 
 def workers_for(device: str, parts: int, scale: Scale) -> tuple[Workers, str]:
-    """How many workers there are for a number of parts, and the device of each.
-
-    Args:
-        device: the option.
-        parts: how many there are.
-        scale: how many workers are asked for.
+    """How many workers there are for a number of parts, and the device of each, from the option.
 
     Raises:
         OptionError: a value is invalid.
@@ -124,8 +104,7 @@ def own_errors() -> Iterator[None]:
     except GpuloadError:
         raise
     except Exception as error:
-        own = _own_error(error)
-        if own is None:
+        if (own := _own_error(error)) is None:
             raise
         raise own from None
 

@@ -46,26 +46,14 @@ def collate_fn(dataset: "Dataset", padding: Padding | None = None) -> "Collate":
 
 
 class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Collates rows. Made by `collate_fn`.
-
-    Args:
-        kind: of rows.
-        options: of the load.
-        pad_token_id: the padding token.
-        padding: width of batches; None for that of the kind.
-        files: their names, for messages.
-    """
+    """Collates rows of a kind, which were loaded with these options. Made by `collate_fn`."""
 
     def __init__(self, kind: Kind[Any], options: Options, pad_token_id: int, padding: Padding | None, files: list[str]):
         self._kind, self._options, self._pad_id = kind, options, pad_token_id
         self._padding, self._files = padding, files
 
     def __call__(self, batch: pa.Table) -> dict[str, Any]:
-        """B rows → a batch.
-
-        Raises:
-            PromptTooLongError: a prompt is longer than the limit, and `truncation="error"`.
-        """
+        """B rows → a batch; a `PromptTooLongError` if a prompt is longer than the limit, and `truncation="error"`."""
         kind, options = self._kind, self._options
         ids, origins, limit = kind.from_arrow(batch), batch.column(ORIGIN.name), options.max_prompt_length
         sizes = kind.sizes(ids)

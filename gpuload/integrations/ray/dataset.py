@@ -35,7 +35,6 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.training_options import TrainingDefaults
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import Job, open_job
-from gpuload.sources.read import Source
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -139,11 +138,7 @@ def report(dataset: "Dataset") -> Report:
 
 
 def about_dataset(dataset: Any) -> About:
-    """What is known of a dataset that was made here.
-
-    Raises:
-        OptionError: it was made elsewhere.
-    """
+    """What is known of a dataset that was made here; an `OptionError` if it was made elsewhere."""
     try:
         return _ABOUT[dataset]
     except (KeyError, TypeError):
@@ -153,25 +148,23 @@ def about_dataset(dataset: Any) -> About:
         ) from None
 
 
-def common_schema(
-    sources: Sequence[Source], prompt_key: str, more: dict[str, Sequence[pa.DataType]] | None = None
-) -> pa.Schema:
-    """The columns that are passed through, with types that have the values of all files.
-
-    Args:
-        sources: the files that have rows.
-        prompt_key: the column that is not passed through.
-        more: further columns, and their types in the files.
+def _passed_through(job: Job[Any]) -> pa.Schema:
+    """The columns of rows that are not made of tokens, of types that have the values of all files.
 
     Raises:
         DataError: a column's types have no common type that keeps all values.
     """
     types: dict[str, list[pa.DataType]] = {}
-    for source in sources:
+    for source in job.sources:
         for field in source.schema:
-            if field.name != prompt_key:
-                types.setdefault(field.name, []).append(field.type)
-    types |= {name: list(kinds) for name, kinds in (more or {}).items()}
+            types.setdefault(field.name, []).append(field.type)
+    prompts = types.pop(job.options.prompt_key, [])
+    if job.options.return_raw_chat:
+        types["raw_prompt"] = prompts
+    if job.options.return_full_prompt:
+        types["full_prompts"] = [pa.large_string()]
+    if getattr(job.kind, "turns", None) == "served":
+        types |= {name: [pa.int64()] for name in ("conversation", "turn")}
     fields = []
     for name, kinds in types.items():
         schemas = [pa.schema([pa.field(name, kind)]) for kind in dict.fromkeys(kinds)]
@@ -186,12 +179,7 @@ def common_schema(
 
 
 def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str, Any]) -> "Dataset":
-    """A dataset of the rows of one kind.
-
-    Args:
-        files, tokenizer: as for `read_prompts`.
-        given: the keyword arguments.
-    """
+    """A dataset of the rows of one kind, with the keyword arguments given."""
     started = time.perf_counter()
     import_ray()
     scale, given = Scale.parse(given)
@@ -232,26 +220,9 @@ def _kind_of_rows(kind: Kind[Any]) -> Kind[Any]:
     return replace(kind, **vars(ServedOptions())) if isinstance(kind, ChatKind) else kind
 
 
-def _passed_through(job: Job[Any]) -> pa.Schema:
-    """The columns of rows that are not made of tokens."""
-    more: dict[str, Sequence[pa.DataType]] = {}
-    if job.options.return_raw_chat:
-        more["raw_prompt"] = [source.schema.field(job.options.prompt_key).type for source in job.sources]
-    if job.options.return_full_prompt:
-        more["full_prompts"] = [pa.large_string()]
-    if getattr(job.kind, "turns", None) == "served":
-        more |= {name: [pa.int64()] for name in ("conversation", "turn")}
-    return common_schema(job.sources, job.options.prompt_key, more)
-
-
 def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
-    """What workers need to know.
-
-    Args:
-        job: as the driver has opened it.
-        device: of each worker.
-        passed: the columns that are passed through.
-    """
+    """What workers on a device need to know of the job that the driver has opened, and of the columns that are passed
+    through."""
     kind, reference, options = job.kind, job.reference, job.options
     own = [*(field for field in kind.fields if field.name != OF_OTHER_ROWS), ORIGIN]
     names = {field.name for field in own}
@@ -271,14 +242,8 @@ def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
 
 
 def mapped(parts: Sequence[Any], actor: type, arguments: tuple[Any, ...], workers: Workers) -> "Dataset":
-    """One item per part, each in a block of its own, mapped by actors.
-
-    Args:
-        parts: what is mapped, in order.
-        actor: a class whose objects are called with a table that has a column `part`.
-        arguments: of its constructor.
-        workers: how many there are.
-    """
+    """One item per part, each in a block of its own, mapped by actors: objects of a class that are called with a table
+    that has a column `part`."""
     ray = import_ray()
     items = [{"part": pickle.dumps(part)} for part in parts]
     size = workers.concurrency

@@ -35,32 +35,19 @@ _WINDOW = 1000  # tasks for keys that are submitted at a time
 
 @dataclass
 class Prepared:
-    """What a run did; `print` it.
+    """What a run did; `print` it."""
 
-    Attributes:
-        store: the store, as it is shown.
-        files: files with rows.
-        rows: rows of all of them.
-        found: files whose entries were there before.
-        pieces: pieces that this run has made.
-        rows_made: their rows.
-        pieces_found: pieces that were there before, or were made by another run.
-        worker_seconds, cpu_seconds: sums over all tasks.
-        seconds: from the first step to the last.
-        errors: what failed, for each file.
-    """
-
-    store: str
-    files: int
-    rows: int
-    found: int = 0
-    pieces: int = 0
-    rows_made: int = 0
-    pieces_found: int = 0
-    worker_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    seconds: float = 0.0
-    errors: dict[str, str] = field(default_factory=dict)
+    store: str  # as it is shown
+    files: int  # with rows
+    rows: int  # of all of them
+    found: int = 0  # files whose entries were there before
+    pieces: int = 0  # that this run has made
+    rows_made: int = 0  # their rows
+    pieces_found: int = 0  # that were there before, or were made by another run
+    worker_seconds: float = 0.0  # of all tasks
+    cpu_seconds: float = 0.0  # of all tasks
+    seconds: float = 0.0  # from the first step to the last
+    errors: dict[str, str] = field(default_factory=dict)  # file → what failed
 
     def __str__(self) -> str:
         return "\n".join(
@@ -148,11 +135,7 @@ def prepare(
 
 
 def check_prepared(done: Prepared) -> None:
-    """Checks that all files are in the store.
-
-    Raises:
-        StoreError: some are not.
-    """
+    """Checks that all files are in the store; a `StoreError` if some are not."""
     if done.errors:
         name, error = next(iter(done.errors.items()))
         raise StoreError(

@@ -50,12 +50,7 @@ class OpenedFile:
     groups: tuple[int, ...] | None  # number of rows of each row group; None for JSON
 
     def parts(self, number: int, least: int) -> list[FilePart]:
-        """Its parts.
-
-        Args:
-            number: of the file.
-            least: rows that a part has at least, except for the last one.
-        """
+        """Its parts, of at least so many rows, except for the last one."""
         state, rows = state_of(self.source), self.source.num_rows
         if self.groups is None:
             return [FilePart(self.place, number, None, range(rows), rows, state)] if rows else []
@@ -66,10 +61,6 @@ class OpenedFile:
 
 def open_files(files: Any, options: Options) -> list[OpenedFile]:
     """Opens files by their footers. JSON files are read as a whole: they do not say what columns they have.
-
-    Args:
-        files: paths, globs, directories or URLs.
-        options: `remote_timeout`, and `cache_dir` for copies of files that have to be downloaded as a whole.
 
     Raises:
         OptionError: a frame is given.
@@ -109,11 +100,7 @@ def state_of(source: Source) -> bytes:
 
 
 def open_part(part: FilePart, cache_dir: str | None, only: str | None = None) -> Source:
-    """Opens a part of a file for reading, wherever the file is.
-
-    Args:
-        cache_dir: for copies of files that have to be downloaded as a whole.
-        only: the column of a parquet file that is read; None for all.
+    """Opens a part of a file for reading, wherever the file is, or `only` one column of it, if it is a parquet file.
 
     Raises:
         SourceError: the file cannot be read, or is not the one that was found.
@@ -126,12 +113,8 @@ def open_part(part: FilePart, cache_dir: str | None, only: str | None = None) ->
 
 
 def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> list[FilePart]:
-    """The parts of all files, in order.
-
-    Args:
-        least: rows that a part has at least, except for the last one of a file.
-        max_rows: take the first rows only; -1 for all.
-    """
+    """The parts of all files, in order, of at least so many rows, except for the last one of a file; of the first
+    `max_rows` rows only, or with -1, of all."""
     parts: list[FilePart] = []
     left = max_rows if max_rows > 0 else sum(file.source.num_rows for file in opened)
     before = 0
@@ -147,11 +130,7 @@ def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> l
 
 
 def part_digests(parts: Sequence[FilePart], column: str, cache_dir: str | None) -> tuple[bytes, list[bytes]]:
-    """The digest of a column of a file, as `Source.content` returns it, and those of its parts.
-
-    Args:
-        parts: all parts of one file.
-        cache_dir: for copies of files that have to be downloaded as a whole.
+    """The digest of a column of a file, as `Source.content` returns it, and those of all its parts.
 
     Raises:
         SourceError: the file cannot be read, or is not the one that was found.

@@ -13,8 +13,8 @@ import pickle
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from gpuload.cache.entry import EntryWriter, is_verified, read_entry
 from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
-from gpuload.core.options import NO_LIMIT, Options, Verify
+from gpuload.core.options import NO_LIMIT, Verify
 from gpuload.integrations.ray.parts import FilePart, open_part
 from gpuload.integrations.ray.worker import Tokenizing, Work
 from gpuload.sources.remote import RemoteFile, changed
@@ -86,14 +86,8 @@ class PieceTask:
 
 
 class PieceActor:
-    """The function of Ray Data's `map_batches`: tasks → what became of them.
-
-    Args:
-        work: what to make.
-        store: where to write it.
-        name: of the store.
-        probe: the key that the driver gives to no content.
-    """
+    """The function of Ray Data's `map_batches`: tasks → what became of them. `probe` is the key that the driver gives
+    to no content."""
 
     def __init__(self, work: Work, store: SharedStore, name: str, probe: str):
         self._tokenizing, self._store, self._name = Tokenizing(work), store, name
@@ -118,10 +112,8 @@ class PieceActor:
         except (GpuloadError, OSError) as problem:
             error = str(problem) or type(problem).__name__
         rows = len(task.plan.pieces[task.number].part.rows) if state == "made" and task.number is not None else 0
-        return {
-            **{"name": task.plan.name, "state": state, "error": error, "rows": rows},
-            **{"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu},
-        }
+        seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        return {"name": task.plan.name, "state": state, "error": error, "rows": rows} | seconds
 
     def _make(self, task: PieceTask) -> str:
         store, plan = self._store, task.plan
@@ -141,14 +133,23 @@ class PieceActor:
     def _write(self, piece: Piece, plan: EntryPlan) -> None:
         """Tokenizes a piece, and writes it into the store."""
         with _temporary_directory() as directory:
-            options = _piece_options(self._tokenizing.work.options, plan.verify, directory)
+            options = replace(
+                self._tokenizing.work.options,
+                max_prompt_length=NO_LIMIT,
+                filter_overlong_prompts=False,
+                verify=plan.verify,
+                cache_dir=directory,
+                token_cache=True,
+                token_cache_bytes=_NO_BOUND,
+                store="memory",
+            )
             part = piece.part
             source = open_part(part, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
             if isinstance(source.file, RemoteFile) and source.file.has_version:  # its pages would be transferred twice
                 source = replace(source, content=lambda *_: piece.content)
             source = self._tokenizing.work.kind.column(source, options, self._tokenizing.reference)
             _, report = self._tokenizing.load(source, options)
-            made = tokens_directory(str(directory)) / f"{piece.key}.arrow"
+            made = tokens_directory(directory) / f"{piece.key}.arrow"
             if not made.is_file():
                 reasons = "; ".join(note for note in report.notes if "cached" in note or "differs" in note)
                 if not reasons:
@@ -157,24 +158,7 @@ class PieceActor:
             self._store.put(made, f"{plan.folder}/{piece.name}")
 
 
-@contextmanager
-def _temporary_directory() -> Iterator[Path]:
-    """A directory of this node that is removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="gpuload-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
-
-
-def _piece_options(options: Options, verify: Verify, directory: Path) -> Options:
-    return replace(
-        options,
-        max_prompt_length=NO_LIMIT,
-        filter_overlong_prompts=False,
-        verify=verify,
-        cache_dir=str(directory),
-        token_cache=True,
-        token_cache_bytes=_NO_BOUND,
-        store="memory",
-    )
+_temporary_directory = partial(tempfile.TemporaryDirectory, prefix="gpuload-", ignore_cleanup_errors=True)
 
 
 def join(store: SharedStore, plan: EntryPlan) -> None:
@@ -192,9 +176,9 @@ def _joined(store: SharedStore, plan: EntryPlan) -> bool:
     """Writes an entry; False if its pieces disappear, and there is no entry that was made of them."""
     with _temporary_directory() as directory:
         try:
-            writer = EntryWriter(directory, plan.key, plan.name)
+            writer = EntryWriter(Path(directory), plan.key, plan.name)
             for piece in plan.pieces:
-                name, local = f"{plan.folder}/{piece.name}", directory / "piece.arrow"
+                name, local = f"{plan.folder}/{piece.name}", Path(directory, "piece.arrow")
                 if not store.get(name, local):
                     return is_complete(store, plan)
                 entry = read_entry(local, piece.key, len(piece.part.rows))

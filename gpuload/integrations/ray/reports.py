@@ -15,15 +15,10 @@ Key = tuple[int, int]
 
 
 class Done(NamedTuple):
-    """A part that a worker has tokenized.
+    """A part that a worker has tokenized."""
 
-    Attributes:
-        report: of the part.
-        began, ended: when, by the clock of the actor that keeps the reports.
-    """
-
-    report: Report
-    began: float
+    report: Report  # of the part
+    began: float  # by the clock of the actor that keeps the reports
     ended: float
 
 
@@ -53,17 +48,8 @@ def start_keeper() -> Any:
 
 
 def merged(empty: Report, done: Mapping[Key, Done], parts: Sequence[Key]) -> Report:
-    """One report of all parts that were made so far.
-
-    Args:
-        empty: with the names and bytes of all files.
-        done: parts with their reports.
-        parts: all parts, in order.
-
-    Returns:
-        The report. The seconds of stages are sums over all workers; the total is the time from when the first part was
-        begun to when the last one was done.
-    """
+    """One report of all parts that were made so far, `done`. The seconds of stages are sums over all workers; the total
+    is the time from when the first part was begun to when the last one was done."""
     total = deepcopy(empty)
     there = [done[key] for key in parts if key in done]
     for report, _, _ in there:

@@ -48,13 +48,7 @@ class Work:
 
 
 class Tokenizing:
-    """The tokenizer and the engine of a process, and what it makes of parts.
-
-    Args:
-        work: what to make.
-
-    Attributes:
-        reference: the tokenizer.
+    """The tokenizer (`reference`) and the engine of a process, and what it makes of parts.
 
     Raises:
         GpuloadError: this process does not make the same ids as the driver.
@@ -125,13 +119,8 @@ class Tokenizing:
 
 
 def conformed(batch: pa.RecordBatch, more: dict[str, pa.Array], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows of one file with the columns of all files: null where the file has no such column.
-
-    Args:
-        batch: the rows.
-        more: columns that they have, too, or in the place of their own.
-        schema: of the result.
-    """
+    """Rows of one file with the columns of all files: null where the file has no such column. `more` are columns that
+    they have, too, or in the place of their own."""
     there = dict(zip(batch.schema.names, batch.columns, strict=True)) | more
     table = pa.table({name: column for name, column in there.items() if name in schema.names})
     promoted = pa.concat_tables([schema.empty_table(), table], promote_options="permissive").select(schema.names)
@@ -139,12 +128,7 @@ def conformed(batch: pa.RecordBatch, more: dict[str, pa.Array], schema: pa.Schem
 
 
 class TokenizingActor:
-    """The function of Ray Data's `map_batches`: numbers of parts → rows.
-
-    Args:
-        work: what to make.
-        reports: the actor that keeps the reports.
-    """
+    """The function of Ray Data's `map_batches`: numbers of parts → rows. The actor `reports` keeps the reports."""
 
     def __init__(self, work: Work, reports: Any):
         self._tokenizing, self._reports = Tokenizing(work), reports

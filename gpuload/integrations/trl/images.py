@@ -21,6 +21,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from gpuload.core.errors import DataError, OptionError
+from gpuload.integrations.comparison import spread
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.lengths import lengths_of
 from gpuload.kinds.images.options import ImageOptions, is_processor
@@ -229,10 +230,8 @@ class _TrlLengths:
         """What differs from the lengths of TRL, of the rows next to the limit and of some others."""
         known = np.flatnonzero(found >= 0)
         near = known[np.argsort(np.abs(found[known] - limit), kind="stable")][: _COMPARED // 2]
-        spread = known[np.argsort(found[known], kind="stable")][
-            np.linspace(0, max(0, len(known) - 1), min(len(known), _COMPARED // 2)).astype(int)
-        ]
-        for row in {*near.tolist(), *spread.tolist()}:
+        others = known[np.argsort(found[known], kind="stable")][spread(len(known), _COMPARED // 2)]
+        for row in {*near.tolist(), *others.tolist()}:
             made = self.by_trl(row)
             if made >= 0 and made != found[row]:
                 return f"row {row} has {found[row]} tokens by the rule of its processor, and {made} by TRL"

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
-from gpuload.core.options import NO_LIMIT, Objective
+from gpuload.core.options import Objective
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
 from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
@@ -17,7 +17,6 @@ from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
 from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
-from gpuload.pipeline.run import load_given
 from gpuload.sources.types import is_text
 
 logger = logging.getLogger("gpuload.integrations.trl")
@@ -62,13 +61,7 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
         table = columns_with_eos(table, answers, call.tokenizer.eos_token)
     else:
         read += OWN_ARGUMENTS & set(table.column_names)
-    options = {
-        "objective": objective,
-        "max_length": NO_LIMIT,
-        "chat_template": call.chat_template,
-        "token_cache": not call.is_stream,  # its key takes longer than a batch
-    }
-    loaded = load_given(PairKind, table.select(read), call.tokenizer, options, call.engines)
+    loaded = call.load(PairKind, table.select(read), objective=objective)
     if objective == "rm" and "prompt" in names and not call.is_stream:  # TRL puts them in front of the answers
         for name in answers:
             place = table.schema.get_field_index(name)

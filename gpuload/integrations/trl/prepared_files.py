@@ -4,9 +4,6 @@ They are next to the dataset's own files in the cache of `datasets`, as the resu
 map the same pages, and `cleanup_cache_files` removes them. A dataset that is in memory stays there, as in TRL.
 """
 
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 
 from gpuload.cache.key import decides_ids, uncacheable_reason
+from gpuload.core.files import replacing
 from gpuload.core.options import Options
 from gpuload.integrations.known_code import digest
 from gpuload.reference.reference import Reference
@@ -61,16 +59,5 @@ def read(file: Path, schema: pa.Schema) -> Any | None:
 
 def write(table: pa.Table, file: Path) -> None:
     """Writes a table, or raises an `OSError`. Nobody sees an unfinished file, and of several writers, one wins."""
-    handle, name = tempfile.mkstemp(prefix="tmp", suffix=".arrow", dir=file.parent)
-    os.close(handle)
-    try:
-        with pa.OSFile(name, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table, _BATCH)
-        mask = os.umask(0)  # there is no other way to read it; `mkstemp` lets nobody else read the file
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with replacing(file) as made, pa.OSFile(str(made), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, _BATCH)

@@ -1,5 +1,6 @@
 """Data of TRL's `SFTTrainer`."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow.compute as pc
 from trl.data_utils import maybe_convert_to_chatml, pack_dataset
 
 from gpuload.core.arrays import Ragged, count_in_rows
-from gpuload.core.options import NO_LIMIT, LossOn
+from gpuload.core.options import LossOn
 from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
@@ -18,7 +19,6 @@ from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
-from gpuload.pipeline.run import load_given
 from gpuload.sources.types import is_list, is_text
 
 _TOKENS = ["input_ids", "labels"]
@@ -93,33 +93,23 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
     else:
         rows = table.select([*names, *(OWN_ARGUMENTS & set(table.column_names))])
+    load = partial(call.load, ChatKind, store="memory")
     if len(names) == 1 or call.trainer.completion_only_loss:
-        loaded = _loaded(call, rows, rows.column_names[0], loss_on)
+        form = "prompt-completion" if len(names) == 2 else rows.column_names[0]
+        loaded = load(rows, format=form, loss_on=loss_on)
         return joined(table, whole(table, loaded)), loaded
     # TRL keeps the mask of completions that it does not use, as a column.
-    loaded = _loaded(call, rows, "prompt", "completion")
+    loaded = load(rows, format="prompt-completion", loss_on="completion")
     tokens = whole(table, loaded)
     ids, labels = tokens["input_ids"], ragged_of(tokens["labels"])
     mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
     if loss_on == "assistant":  # also on the answers in prompts: a row is one conversation
         rows = rows.append_column("messages", prefixed(rows["prompt"], rows["completion"])).drop_columns(names)
-        loaded = _loaded(call, rows, "messages", loss_on)
+        loaded = load(rows, format="messages", loss_on=loss_on)
         tokens = whole(table, loaded)
     else:
         tokens = pa.table({"input_ids": ids, "labels": ids})
     return joined(table, tokens.append_column("completion_mask", mask)), loaded
-
-
-def _loaded(call: Call, rows: pa.Table, column: str, loss_on: LossOn) -> ChatDataset:
-    options = {
-        "format": {"prompt": "prompt-completion"}.get(column, column),
-        "loss_on": loss_on,
-        "max_length": NO_LIMIT,
-        "chat_template": call.chat_template,
-        "token_cache": not call.is_stream,  # its key takes longer than a batch
-        "store": "memory",
-    }
-    return load_given(ChatKind, rows, call.tokenizer, options, call.engines)
 
 
 def _finished(call: Call, table: pa.Table) -> pa.Table:

@@ -10,12 +10,15 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from gpuload.core.errors import DataError
+from gpuload.core.options import NO_LIMIT
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.host.engine import HostEngine
 from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
 from gpuload.integrations.trl.columns import ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import load_given
 
 OWN_ARGUMENTS = frozenset({"tools", "chat_template_kwargs"})
 """Columns with arguments of the template."""
@@ -67,6 +70,12 @@ class Call:
         if self.is_stream:
             return {}
         return {"num_proc": self.args.dataset_num_proc, "desc": f"{doing} {self.name} dataset"}
+
+    def load(self, kind: type[Kind[Any]], rows: pa.Table, **options: Any) -> Any:
+        """The rows as gpuload loads them, of any length."""
+        given = {"max_length": NO_LIMIT, "chat_template": self.chat_template}
+        given |= {"token_cache": not self.is_stream}  # its key takes longer than a batch
+        return load_given(kind, rows, self.tokenizer, given | options, self.engines)
 
     def by_trl(self, **changed: Any) -> Any:
         return self.stock(**{**self.given, **changed})
