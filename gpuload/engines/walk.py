@@ -325,9 +325,11 @@ def _has_control_token(messages: Sequence[Any], searched: Collection[str], contr
     Args:
         searched: fields whose texts were searched as columns.
     """
-    return any(
-        control.found_in(value)
-        for message in messages
-        for name, value in message.items()
-        if not (isinstance(value, str) and name in searched)
+    return control.found_in(
+        [
+            value
+            for message in messages
+            for name, value in message.items()
+            if not (name in searched and isinstance(value, str))
+        ]
     )
