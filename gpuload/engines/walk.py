@@ -288,9 +288,11 @@ def _object(row: pa.Array) -> Any:
 
 def _has_control_token(messages: Sequence[Any], searched: Collection[str], control: ControlTokens) -> bool:
     """Whether a text in some messages has the text of a control token; texts of some fields were searched before."""
-    return any(
-        control.found_in(value)
-        for message in messages
-        for name, value in message.items()
-        if not (isinstance(value, str) and name in searched)
+    return control.found_in(
+        [
+            value
+            for message in messages
+            for name, value in message.items()
+            if not (name in searched and isinstance(value, str))
+        ]
     )

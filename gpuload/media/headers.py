@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from gpuload.media import MOST_PIXELS, CheckMedia
+from gpuload.media.jpeg import known_size, learn
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO", "DIB")
 _BEGINNING = 1 << 13  # bytes that most headers fit into
@@ -58,18 +59,18 @@ def read_header(
     Raises:
         ImageError: it is no image, of a format that is not read, too large or damaged.
     """
-    view = data if isinstance(data, FileBytes) else memoryview(data)
+    view = data if isinstance(data, FileBytes) else memoryview(data).cast("B")  # Arrow's are of signed bytes
     if not len(view):
         raise ImageError("it is empty")
     if len(view) > most_pixels * _MOST_BYTES_OF_A_PIXEL + _MOST_METADATA:
         raise ImageError(f"it has {len(view):,} bytes, more than an image of max_image_pixels={most_pixels:,} can have")
-    image, whole = _open(view, most_pixels)
-    found = Header(image.height, image.width, str(image.format))
-    turned = False
-    if transpose and found.format == "PNG":
-        turned = _is_png_turned(view)
-    elif transpose and found.format not in ("GIF", "BMP"):
-        turned = _is_turned(image if whole or found.format == "JPEG" else _parsed(view))
+    beginning = view[:_BEGINNING]
+    known = _known_jpeg(beginning, most_pixels)
+    if known is not None:
+        found, turned = known
+        turned &= transpose
+    else:
+        found, turned = _read(view, beginning, transpose, most_pixels)
     if check == "decode" or found.format not in _SIZED or (check == "tail" and not _has_end(found.format, view)):
         try:
             decoded = decode(view, transpose)
@@ -149,12 +150,39 @@ def decode(data: Any, transpose: bool = True) -> Any:
         raise ImageError(f"it cannot be decoded ({error!s:.120})") from error
 
 
-def _open(view: Any, most_pixels: int) -> tuple[Any, bool]:
+def _known_jpeg(beginning: Any, most_pixels: int) -> tuple[Header, bool] | None:
+    """What Pillow would find in a header, and whether height and width are to be exchanged, if that is known without
+    it; not of what may be refused."""
+    from PIL import Image
+
+    known = known_size(beginning)
+    if known is None:
+        return None
+    height, width, turned = known
+    most = most_pixels if Image.MAX_IMAGE_PIXELS is None else min(most_pixels, Image.MAX_IMAGE_PIXELS)
+    return (Header(height, width, "JPEG"), turned) if 0 < height * width <= most else None
+
+
+def _read(view: Any, beginning: Any, transpose: bool, most_pixels: int) -> tuple[Header, bool]:
+    """What Pillow finds in a header, and whether height and width are to be exchanged."""
+    image, whole = _open(view, beginning, most_pixels)
+    found = Header(image.height, image.width, str(image.format))
+    if found.format == "JPEG":
+        turned = transpose and _is_turned(image)
+        if transpose:
+            learn(beginning, found[:2], turned)
+        return found, turned
+    if not transpose or found.format in ("GIF", "BMP"):
+        return found, False
+    return found, _is_png_turned(view) if found.format == "PNG" else _is_turned(image if whole else _parsed(view))
+
+
+def _open(view: Any, beginning: Any, most_pixels: int) -> tuple[Any, bool]:
     """The image with its header read, and whether it has all of the file. Refuses what is too large."""
     image, whole = None, len(view) <= _BEGINNING
     if not whole:
         try:
-            image = _parsed(view[:_BEGINNING])
+            image = _parsed(beginning)
         except ImageError:
             image = None
         if image is not None and image.format not in _BY_BEGINNING:

@@ -67,6 +67,7 @@ class ImageRule:
     Attributes:
         rung: of the ladder, in words.
         token: what stands for an image in rendered prompts.
+        compared: whether ids of a row of data have been those of the processor, with all that it does.
 
     Raises:
         NotUnderstoodError: there is no rule for this processor.
@@ -86,6 +87,7 @@ class ImageRule:
         self._form: _Form | None = None
         self._grids: _Grids | None = None
         self._looked = False
+        self.compared = False
         self.by_row = not all(map(self._independent, _PAIRS))
 
     @property

@@ -7,7 +7,8 @@ to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
    Batches share them by their size. Later batches get what a batch does not use; one that cannot afford 16 rows uses
    nothing.
 2. Bytes that are searched for risks: 2 MiB, or 1/256 of all text if that is more.
-3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
+3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared. Of
+   a reference that compares rows in part: after three rows, the share of a tenth of a second that it names.
 4. Bytes of a row: 1 MiB, because `tokenizers` takes some hundred times as much memory as a text has bytes.
 
 In addition, within the seconds: up to 256 rows whose form is new (`shapes.py`), those with a new form of a message
@@ -56,6 +57,7 @@ _MARK_ROWS = 64
 _MARK_SHARE = 0.25  # of the seconds, beyond which none are looked for
 _MOST_SHAPES = 1 << 20  # numbers of shapes that are remembered
 _SECONDS = 0.1
+_FEWEST_ROWS = 3  # that may take all of these seconds, where rows are compared in part
 _SECONDS_SHARE = 0.05  # of a load
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -141,7 +143,8 @@ class Verifier:
     def _time_is_over(self, share: float = 1.0) -> bool:
         """Whether the seconds that may be spent by now, or a share of them, are spent."""
         self.check.seconds = self._spent + time.thread_time() - self._began
-        return self.check.seconds > share * max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
+        least = _SECONDS * (self._reference.sample_share if self.check.rows >= _FEWEST_ROWS else 1)
+        return self.check.seconds > share * max(least, _SECONDS_SHARE * (time.perf_counter() - self._started))
 
     def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
         """Rows of a batch within the bounds; at least one row of the load."""

@@ -52,6 +52,7 @@ class Reference:
         uses_template: whether prompts are rendered.
         call: how prompts are rendered: template, tools and other constants.
         made: columns that are made together with ids, of images.
+        sample_share: of the seconds for which a sample of rows is compared, see `pipeline/verify.py`.
 
     Raises:
         OptionError: the file of the chat template cannot be read.
@@ -60,6 +61,7 @@ class Reference:
     """
 
     made: MadeColumns | None = None
+    sample_share = 1.0
 
     def __init__(
         self,

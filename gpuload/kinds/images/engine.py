@@ -77,6 +77,7 @@ class ImageEngine(HostEngine):
         self._sought = exact_only
         self._ruling = _ruling
         self._by_processor = 0
+        self._marks: dict[tuple[int, int], str] = {}  # the first and the last id of an image → its mark
         self.spool: Spool | None = None
         self.type_ids: tuple[str, tuple[int, ...]] | None = None
 
@@ -95,6 +96,7 @@ class ImageEngine(HostEngine):
                 while len(_rules) > _MOST_RULES:
                     _rules.pop(next(iter(_rules)), None)
                 self._rule, self._why, self.type_ids = found
+                self._reference.follow(self._rule)
             return self._rule
 
     def _find_rule(self) -> _Found:
@@ -252,22 +254,28 @@ class ImageEngine(HostEngine):
             own, around = bits(texts, column, encoded)
             tokens = Ragged(encoded.values | own, encoded.offsets)
         firsts = {int(each.core[0]) for some in images for each in some}
-        places = np.flatnonzero(np.isin(encoded.values, np.array([*firsts], encoded.values.dtype)))
-        starts = np.asarray(encoded.offsets)
-        bounds = np.searchsorted(places, starts)
-        made, wrong = [], []
+        at = np.flatnonzero(np.isin(encoded.values, np.array([*firsts], encoded.values.dtype)))
+        candidates = list(zip(at.tolist(), encoded.values[at].tolist(), strict=True))
+        bounds: list[int] = np.searchsorted(at, encoded.offsets).tolist()
+        places: list[int] = []
+        cores, seconds, wrong = [], [], []
         for number, some in enumerate(images):
-            found = tokens[number]
             if some:
-                at = places[bounds[number] : bounds[number + 1]] - starts[number]
-                found = _replaced(encoded[number], at, some, found)
-            if found is None:
-                wrong.append(number)
-                found = encoded[number][:0]
-            start, end = both if not first or not texts[number].startswith(first) else ((), ())
-            if start or end:
-                found = np.concatenate([np.array(start, np.int32) | around, found, np.array(end, np.int32) | around])
-            made.append(found)
+                of_row = _places_of(candidates[bounds[number] : bounds[number + 1]], some, encoded, number)
+                if of_row is None:
+                    wrong.append(number)
+                    continue
+                places += of_row
+                cores += [each.core for each in some]
+                seconds += [place + 1 for place, each in zip(of_row, some, strict=True) if _width(each) == 2]
+        whole = _replaced(tokens, np.array(places, np.int64), np.array(seconds, np.int64), cores)
+        made = [whole[number] for number in range(len(whole))]
+        for number in wrong:
+            made[number] = made[number][:0]
+        for number, text in enumerate(texts) if any(both) else ():
+            if not first or not text.startswith(first):
+                start, end = (np.array(each, np.int32) | around for each in both)
+                made[number] = np.concatenate([start, made[number], end])
         return made, wrong
 
     def token_of_images(self) -> tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -290,28 +298,53 @@ class ImageEngine(HostEngine):
         return re.sub(re.escape(token), lambda _: next(rest), text)
 
     def _mark(self, core: np.ndarray[Any, Any]) -> str:
-        ends = [int(core[0])] if core[0] == core[-1] else [int(core[0]), int(core[-1])]
-        return "".join(self._reference.tokenizer.convert_ids_to_tokens(ends))
+        ends = (int(core[0]), int(core[-1]))
+        if ends not in self._marks:
+            own = ends[:1] if ends[0] == ends[1] else ends
+            self._marks[ends] = "".join(self._reference.tokenizer.convert_ids_to_tokens(list(own)))
+        return self._marks[ends]
+
+
+def _width(image: Expansion) -> int:
+    """How many tokens the mark of an image has."""
+    return 1 if image.core[0] == image.core[-1] else 2
+
+
+def _places_of(
+    candidates: Sequence[tuple[int, int]], images: Sequence[Expansion], encoded: Ragged, row: int
+) -> list[int] | None:
+    """Where the marks of the images of a row begin among all ids; None if other text looks like a mark.
+
+    Args:
+        candidates: places in this row whose ids may be the first of a mark, of this row or of another, and these ids.
+    """
+    firsts = [int(each.core[0]) for each in images]
+    found = [one for one in candidates if one[1] in firsts]
+    if [own for _, own in found] != firsts:
+        return None
+    end = int(encoded.offsets[row + 1])
+    for (place, _), image in zip(found, images, strict=True):
+        if _width(image) == 2 and (place + 1 >= end or encoded.values[place + 1] != image.core[-1]):
+            return None
+    return [place for place, _ in found]
 
 
 def _replaced(
-    ids: np.ndarray[Any, Any], at: np.ndarray[Any, Any], images: Sequence[Expansion], tokens: np.ndarray[Any, Any]
-) -> Any:
-    """Tokens with the ids of images in the places of their marks; None if other text looks like a mark.
+    tokens: Ragged, places: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any], cores: Sequence[np.ndarray[Any, Any]]
+) -> Ragged:
+    """Rows with the ids of images in the places of their marks, which are ascending.
 
     Args:
-        at: where the ids may be the first of a mark, of this row or of another.
-        tokens: the ids with their bits.
+        tokens: ids with their bits.
+        places: of the first tokens of marks, among those of all rows.
+        seconds: of their second tokens, where they have some.
+        cores: the ids of each image.
     """
-    firsts = [int(each.core[0]) for each in images]
-    found = [(place, own) for place, own in zip(at.tolist(), ids[at].tolist(), strict=True) if own in firsts]
-    if [own for _, own in found] != firsts:
-        return None
-    parts, done = [], 0
-    for (place, _), image in zip(found, images, strict=True):
-        width = 1 if image.core[0] == image.core[-1] else 2
-        if width == 2 and (place + 1 >= len(ids) or ids[place + 1] != image.core[-1]):
-            return None
-        parts += [tokens[done:place], image.core]
-        done = place + width
-    return np.concatenate([*parts, tokens[done:]]).astype(np.int32)
+    counts = np.ones(len(tokens.values), np.int64)
+    counts[places] = [len(core) for core in cores]
+    counts[seconds] = 0
+    starts = offsets_of(counts)
+    values = np.repeat(tokens.values.astype(np.int32, copy=False), counts)
+    for start, core in zip(starts[places].tolist(), cores, strict=True):
+        values[start : start + len(core)] = core
+    return Ragged(values, starts[np.asarray(tokens.offsets)])

@@ -1,9 +1,13 @@
 """The reference of prompts with images: the processor, on decoded images."""
 
+import copy
 import itertools
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
 
 from gpuload.core.errors import TokenizerError
 from gpuload.kinds.images.cached import ImageColumns
@@ -12,8 +16,13 @@ from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
 from gpuload.media.dry_run import call, ids_of
 from gpuload.media.headers import decode
+from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
+
+_VALUES = {"do_rescale": False, "do_normalize": False, "resample": 0}
+"""Arguments with which a processor does less with the values of pixels. The last one is `NEAREST` of Pillow."""
+_SHARE = 0.5  # of the seconds of a sample: rows without the values of pixels take about half as long
 
 
 class ProcessorReference(Reference):
@@ -26,6 +35,7 @@ class ProcessorReference(Reference):
     """
 
     made: ImageColumns
+    _rule: ImageRule | None = None
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
         self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
@@ -60,6 +70,45 @@ class ProcessorReference(Reference):
     def ids_of_text(self, text: str, images: list[Any]) -> list[int]:
         """What the processor makes of a rendered text."""
         return ids_of(call(self.processor, text, images, self.images.mm_processor_kwargs))
+
+    @cached_property
+    def _without_values(self) -> Self | None:
+        """The same, but for the values of pixels, which decide no ids: they are not interpolated, scaled or normalized.
+        None if the processor has no such arguments."""
+        part = getattr(self.processor, "image_processor", None)
+        given = self.images.mm_processor_kwargs
+        more = {name: value for name, value in _VALUES.items() if hasattr(part, name) and name not in given}
+        if not more or type(part).__module__.partition(".")[0] != "transformers":
+            return None
+        made = copy.copy(self)
+        made.images = replace(self.images, mm_processor_kwargs={**given, **more})
+        return made
+
+    def follow(self, rule: ImageRule | None) -> None:
+        """Notes by which rule rows are made; None for no rule."""
+        self._rule = rule
+        self.sample_share = _SHARE if self._is_compared else 1.0
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether a row made by this rule has been compared in full, and others need not be."""
+        return self._rule is not None and self._rule.compared and self._without_values is not None
+
+    def compared_in_part(
+        self, prompt: Any, found: list[int], below: Callable[[int], int]
+    ) -> tuple[list[int], list[int]]:
+        """In full until a row of the rule is equal. Then equal ids are equal ids; all else is for the processor as it
+        is."""
+        if self._is_compared:
+            assert self._without_values is not None
+            with suppress(Exception):
+                expected, own = self._without_values.compared(prompt, found)
+                if expected == own:
+                    return expected, own
+        expected, own = self.compared(prompt, found)
+        if self._rule is not None:
+            self._rule.compared |= expected == own and bool(media_of_row(prompt))
+        return expected, own
 
     def key_of_rule(self) -> tuple[Any, ...]:
         """Identifies what stands for images of any size: the objects, as long as they live, and what can be changed of

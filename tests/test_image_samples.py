@@ -1,0 +1,96 @@
+"""Rows with images that are compared with the processor: in full first, then without the values of pixels."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from image_cases import BUILDERS, encoded, picture
+
+import gpuload
+from gpuload.kinds.images import engine, reference
+
+WITHOUT = {"do_rescale": False, "do_normalize": False, "resample": 0}
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return BUILDERS["qwen2_5_vl"]()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each call of the processor for a row; no rule is known."""
+    found: list[dict[str, Any]] = []
+    right = reference.call
+
+    def noted(processor: Any, text: str, images: Any, kwargs: dict[str, Any]) -> Any:
+        found.append(dict(kwargs))
+        return right(processor, text, images, kwargs)
+
+    monkeypatch.setattr(reference, "call", noted)
+    monkeypatch.setattr(engine, "_rules", {})
+    return found
+
+
+def load(processor: Any, **options: Any) -> Any:
+    images = [[encoded(picture(60 + 9 * row, 200 - 7 * row), "JPEG")] for row in range(20)]
+    table = pa.table({"prompt": [f"<image> is {row}" for row in range(20)], "images": images})
+    return gpuload.load(table, processor, **{"progress": False, "max_prompt_length": 9000, **options})
+
+
+def test_the_first_row_of_a_rule_is_compared_in_full(processor: Any, calls: list[dict[str, Any]]) -> None:
+    first = load(processor)
+    assert first.report.check.rows == len(calls) >= 3
+    assert calls[0] == {}
+    assert calls[1:] == [WITHOUT] * (len(calls) - 1)
+    calls.clear()
+    second = load(processor)
+    assert second.report.check.rows == len(calls) >= 3
+    assert calls == [WITHOUT] * len(calls)
+    assert second.tokens.to_lists() == first.tokens.to_lists()
+    calls.clear()
+    load(processor, mm_processor_kwargs={"do_normalize": False, "do_rescale": False})
+    assert [each.get("resample") for each in calls] == [None] + [0] * (len(calls) - 1)
+
+
+def test_all_rows_are_compared_in_full_on_request(processor: Any, calls: list[dict[str, Any]]) -> None:
+    load(processor)
+    calls.clear()
+    load(processor, verify="full")
+    assert calls == [{}] * 20
+
+
+def test_wrong_ids_are_found(processor: Any, calls: list[dict[str, Any]]) -> None:
+    right = load(processor)
+    ((rule, *_),) = engine._rules.values()
+    assert rule.compared
+    for known in rule._known.values():
+        known[0] = known[0]._replace(core=known[0].core[:-1])
+    calls.clear()
+    with pytest.warns(UserWarning, match="the fast path differs from the tokenizer"):
+        again = load(processor)
+    assert calls[:2] == [WITHOUT, {}]  # what differs is for the processor with all that it does
+    assert again.tokens.to_lists() == right.tokens.to_lists()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_processors_that_need_the_values_are_compared_in_full(
+    processor: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    load(processor)
+    kind = type(processor)
+    right = kind.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("do_normalize") is False:
+            if fails:
+                raise ValueError("values are needed")
+            kwargs["text"] = [f"{text} other" for text in kwargs["text"]]
+        return right(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", call)
+    calls.clear()
+    found = load(processor)
+    assert not found.report.check.mismatches
+    assert found.report.check.rows >= 3
+    assert calls[:4] == [WITHOUT, {}] * 2
