@@ -91,6 +91,7 @@ class PieceActor:
 
     def __init__(self, work: Work, store: SharedStore, name: str, probe: str):
         self._tokenizing, self._store, self._name = Tokenizing(work), store, name
+        self._tokenizing.reference.by_name = True  # otherwise a load does not cache the ids of little text
         with self._tokenizing.reference.call.clock_stopped() as clock:
             make = key_maker(self._tokenizing.reference, work.options, clock)
         if isinstance(make, str) or make(b"") != probe:
