@@ -14,6 +14,8 @@ Size = tuple[int, int]
 """Height and width of an image."""
 
 _SMALL = 8  # pixels: the dimensions of smaller tensors may be mistaken for channels
+_VALUES = {"do_rescale": False, "do_normalize": False, "resample": 0}
+"""Arguments with which a processor does less with the values of pixels. The last one is `NEAREST` of Pillow."""
 _PIECES = ("\u2600a", "\u2601b")  # what stands before, between and behind images of a dry run
 
 
@@ -87,6 +89,15 @@ def image_token_of(processor: Any) -> str:
     if not isinstance(token, str) or not token:
         raise NotUnderstoodError(f"{type(processor).__name__} has no image_token")
     return token
+
+
+def without_values(image_processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments with which it does less with the values of pixels, which decide no ids.
+
+    Args:
+        kwargs: those that are given.
+    """
+    return {name: value for name, value in _VALUES.items() if hasattr(image_processor, name) and name not in kwargs}
 
 
 def black(height: int, width: int) -> Any:

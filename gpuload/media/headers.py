@@ -10,13 +10,28 @@ import os
 import struct
 import warnings
 import zlib
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from gpuload.media import MOST_PIXELS, CheckMedia
 from gpuload.media.jpeg import known_size, learn
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO", "DIB")
+_PLUGINS = (
+    "Jpeg",
+    "Png",
+    "WebP",
+    "Gif",
+    "Bmp",
+    "Tiff",
+    "Ppm",
+    "Jpeg2K",
+    "Avif",
+    "Tga",
+    "Ico",
+)  # modules that read them
 _BEGINNING = 1 << 13  # bytes that most headers fit into
 _BY_BEGINNING = ("JPEG", "PNG", "BMP", "GIF")  # whose header is at the beginning
 _BLOCK = 1 << 12
@@ -219,7 +234,9 @@ def formats() -> tuple[str, ...]:
     """The raster formats that this Pillow reads. Others, such as EPS, would start programs."""
     from PIL import Image
 
-    Image.init()
+    for name in _PLUGINS:  # not all others, which take longer to import
+        with suppress(ImportError):
+            import_module(f"PIL.{name}ImagePlugin")
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 

@@ -39,8 +39,7 @@ class Reference:
     Args:
         tokenizer: a path of a directory or a tokenizer.json, a hub id, a transformers tokenizer (fast or slow) or a
             `tokenizers.Tokenizer`.
-        chat_template: "default", a template's name or text, the path of a `.jinja` file, or None: prompts are plain
-            strings.
+        chat_template: "default", a template's name or text, the path of a `.jinja` file, or None for plain strings.
         template_kwargs: further arguments of `apply_chat_template` (`tools`, `enable_thinking`, ...).
         pad_token_id: the padding token, instead of the tokenizer's own.
         trust_remote_code: as `AutoTokenizer.from_pretrained` takes it, for a tokenizer given by name.
@@ -56,8 +55,7 @@ class Reference:
 
     Raises:
         OptionError: the file of the chat template cannot be read.
-        TokenizerError: the tokenizer cannot be loaded, has no vocabulary, or has no such chat template although one is
-            asked for.
+        TokenizerError: the tokenizer cannot be loaded, has no vocabulary, or not the chat template that is asked for.
     """
 
     made: MadeColumns | None = None

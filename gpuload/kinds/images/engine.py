@@ -256,7 +256,7 @@ class ImageEngine(HostEngine):
         firsts = {int(each.core[0]) for some in images for each in some}
         at = np.flatnonzero(np.isin(encoded.values, np.array([*firsts], encoded.values.dtype)))
         candidates = list(zip(at.tolist(), encoded.values[at].tolist(), strict=True))
-        bounds: list[int] = np.searchsorted(at, encoded.offsets).tolist()
+        bounds: Any = np.searchsorted(at, encoded.offsets).tolist()
         places: list[int] = []
         cores, seconds, wrong = [], [], []
         for number, some in enumerate(images):

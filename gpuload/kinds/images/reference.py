@@ -14,14 +14,12 @@ from gpuload.kinds.images.cached import ImageColumns
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
-from gpuload.media.dry_run import call, ids_of
+from gpuload.media.dry_run import call, ids_of, without_values
 from gpuload.media.headers import decode
 from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
 
-_VALUES = {"do_rescale": False, "do_normalize": False, "resample": 0}
-"""Arguments with which a processor does less with the values of pixels. The last one is `NEAREST` of Pillow."""
 _SHARE = 0.5  # of the seconds of a sample: rows without the values of pixels take about half as long
 
 
@@ -77,7 +75,7 @@ class ProcessorReference(Reference):
         None if the processor has no such arguments."""
         part = getattr(self.processor, "image_processor", None)
         given = self.images.mm_processor_kwargs
-        more = {name: value for name, value in _VALUES.items() if hasattr(part, name) and name not in given}
+        more = without_values(part, given)
         if not more or type(part).__module__.partition(".")[0] != "transformers":
             return None
         made = copy.copy(self)
