@@ -22,6 +22,7 @@ from tiers import examples
 
 import gpuload
 from gpuload.core.errors import DataError, OptionError, TokenizerError
+from gpuload.reference.reference import Reference
 from gpuload.reference.vocabulary import check_vocabulary
 
 WEIGHTS = (None, 0, 1, 0.5, 2.5, 0.1, 3)
@@ -224,3 +225,8 @@ def test_ids_reach_no_bit_of_weights() -> None:
 
     with pytest.raises(TokenizerError, match="the id 2,097,152, and ids up to 2,097,151 are supported"):
         check_vocabulary(Large())
+
+
+def test_length_of_a_vocabulary_is_not_asked_for(qwen: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(type(qwen), "__len__", None)
+    assert Reference(qwen, pad_token_id=qwen.vocab_size - 1).pad_token_id == qwen.vocab_size - 1

@@ -24,7 +24,7 @@ from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_path
 from gpuload.reference.made_columns import MadeColumns
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
-from gpuload.reference.vocabulary import check_vocabulary
+from gpuload.reference.vocabulary import check_vocabulary, is_id
 from gpuload.reference.volatile import Clock
 
 Prompt = str | list[dict[str, Any]]
@@ -145,7 +145,7 @@ class Reference:
             TokenizerError: there is none of them, or the one given is no id of this tokenizer.
         """
         if self._pad_token_id is not None:
-            if not 0 <= self._pad_token_id < len(self.tokenizer):
+            if not is_id(self._pad_token_id, self.tokenizer):
                 raise TokenizerError(
                     f"pad_token_id={self._pad_token_id}: tokenizer {self.name} has ids from 0 to "
                     f"{len(self.tokenizer) - 1}: pass one of them"

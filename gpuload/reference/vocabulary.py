@@ -22,7 +22,11 @@ def check_vocabulary(tokenizer: Any) -> None:
     Raises:
         TokenizerError: it has none, and there is no file of one where it comes from; or an id is too large.
     """
-    if (largest := max([len(tokenizer) - 1, *tokenizer.added_tokens_decoder])) >= MOST_IDS:
+    added = tokenizer.added_tokens_decoder
+    # The length of a tokenizer takes a copy of its vocabulary.
+    tokens = tokenizer.vocab_size + len(added)
+    largest = max([tokens - 1 if tokens < MOST_IDS else len(tokenizer) - 1, *added])
+    if largest >= MOST_IDS:
         raise TokenizerError(
             f"the tokenizer has the id {largest:,}, and ids up to {MOST_IDS - 1:,} are supported: use another tokenizer"
         )
@@ -40,6 +44,11 @@ def check_vocabulary(tokenizer: Any) -> None:
         f"tokenizer {place!r} has no vocabulary, only {len(tokenizer):,} special and added tokens: "
         f"add the files of its vocabulary, one or more of {', '.join(files)}"
     )
+
+
+def is_id(given: int, tokenizer: Any) -> bool:
+    """Whether a tokenizer has an id. Its length is asked for last: that takes a copy of its vocabulary."""
+    return 0 <= given < tokenizer.vocab_size or 0 <= given < len(tokenizer)
 
 
 def file_of(place: str, name: str) -> Path | None:

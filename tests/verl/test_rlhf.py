@@ -33,6 +33,7 @@ from verl.utils.dataset.rl_dataset import collate_fn, get_dataset_class
 
 import gpuload.integrations.verl
 from gpuload.core.errors import DataError, DeviceError, OptionError, SourceError
+from gpuload.engines.host.engine import HostEngine
 from gpuload.integrations.verl import RLHFDataset
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest
 from gpuload.integrations.verl.rows import ArrowRows
@@ -275,6 +276,17 @@ def test_ids_of_the_prompt(gsm8k: str, qwen: Any) -> None:
             assert digest == prompt_digest(source_digest(qwen, {}), row["raw_prompt"])
             assert ids == qwen.apply_chat_template(row["raw_prompt"], add_generation_prompt=True, return_dict=False)
             assert_same_row(row, without, "without ids")
+
+
+@pytest.mark.parametrize("more", [{}, {"max_samples": 40, "shuffle": True, "seed": 4}])
+def test_ids_that_no_row_has_are_not_joined(gsm8k: str, qwen: Any, more: dict[str, Any], monkeypatch: Any) -> None:
+    files, data = [gsm8k, gsm8k], {"max_prompt_length": 100} | more
+    expected = gpuload_dataset(files, qwen, **data, gpuload={"reuse_ids": True}).state_dict()
+    if not more:  # another order is made by a gather
+        monkeypatch.setattr(HostEngine, "store", None)
+    # The reference is made once: nothing is asked of the tokenizer a second time.
+    monkeypatch.setattr("gpuload.integrations.verl.reading.reference_of", None)
+    assert gpuload_dataset(files, qwen, **data).state_dict() == expected
 
 
 def test_rejected_prompt_has_no_ids(write: Any, qwen: Any) -> None:

@@ -162,7 +162,7 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     if not request.tokenize:
         return _load_untokenized(request, sources, started)
     reference = PromptKind().reference(request.tokenizer, request.options)
-    job = Job(PromptKind(), sources, reference, request.options, started, request.tokenizer, keep_rejected=True)
+    job = Job(PromptKind(), sources, reference, request.options, started, request.tokenizer, True, request.keep_ids)
     dataset = run(job)
     columns, report = dataset.passed_through, dataset.report
     kept = np.ones(len(dataset), bool)
@@ -183,6 +183,8 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
 
 def _accepted_by_tokenizer(columns: Columns, rows: np.ndarray[Any, Any], request: LoadRequest) -> list[bool]:
     """Whether verl's own call returns a length within the limit, for each of some rejected rows."""
+    if not len(rows):
+        return []
     reference = reference_of(request.tokenizer, request.options)
 
     def accepted(row: int) -> bool:
