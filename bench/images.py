@@ -1,8 +1,9 @@
 """`python -m bench.images`: prompts with images of 1 MP in parquet, loaded and filtered, and the processor row by row.
 
 Both have the same Qwen2.5-VL processor, made from its classes with the shipped tokenizer. CPU time of this process, as
-seconds of one core; the rows of the baseline are a part of all, and their time is scaled. Ids are compared. Then an
-epoch with `media="inputs"`, and the same batches decoded and given to the processor; pixels are compared.
+seconds of one core; the rows of the baseline are a part of all, and their time is scaled. Ids are compared. Then epochs
+with `media="inputs"`, and the same batches decoded and given to the processor, in one thread and in as many as a loader
+uses, with the time of the clock, too; pixels are compared.
 
     PYTHONPATH=.venv-images python -m bench.images    with torchvision, see `make .venv-images/installed`
 """
@@ -12,10 +13,15 @@ import bench.cuda_torchvision  # noqa: F401, before transformers looks for it
 # isort: split
 import argparse
 import io
+import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,22 +97,36 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return made, time.process_time() - started
 
 
-def epoch(prompts: Any) -> list[Any]:
-    """The pixels of all batches of a loader."""
-    return [batch["pixel_values"] for batch in prompts.loader(8, shuffle=False)]
+def epoch(prompts: Any) -> Iterator[Any]:
+    """The pixels of each batch of a loader."""
+    return (batch["pixel_values"] for batch in prompts.loader(8, shuffle=False))
 
 
-def epoch_by_hand(path: Path, processor: Any, rows: int) -> list[Any]:
-    """The same pixels by the processor, batch by batch."""
-    found: list[Any] = []
-    for batch in pq.ParquetFile(path).iter_batches(8):
-        if len(found) * 8 >= rows:
-            break
+def epoch_by_hand(path: Path, processor: Any, rows: int, threads: int) -> Iterator[Any]:
+    """The same pixels by the processor, batch by batch, in some threads."""
+
+    def pixels(batch: Any) -> Any:
         data = [image["bytes"] for row in batch.to_pylist() for image in row["images"]]
         images = [[ImageOps.exif_transpose(Image.open(io.BytesIO(each))).convert("RGB")] for each in data]
         text = [processor.image_token] * len(images)
-        found.append(processor(text=text, images=images, return_tensors="pt", padding=True)["pixel_values"])
-    return found
+        return processor(text=text, images=images, return_tensors="pt", padding=True)["pixel_values"]
+
+    batches = islice(pq.ParquetFile(path).iter_batches(8), -(-rows // 8))
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Any] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(pixels, batch))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def consumed(batches: Iterator[Any]) -> str:
+    """Goes through batches and keeps none, as a trainer does: seconds of CPU time, and of the clock."""
+    started = time.perf_counter()
+    _, seconds = timed(lambda: deque(batches, maxlen=0))
+    return f"{seconds:.2f} s of CPU, {time.perf_counter() - started:.2f} s"
 
 
 def main() -> None:
@@ -151,16 +171,15 @@ def main() -> None:
             print(f"a load that fills the cache {filling:.2f} s, the next one {seconds:.2f} s: {len(filled):,} rows")
             some = {"max_samples": given.epoch_rows, "shuffle": False, "media": "inputs", "progress": False}
             prompts = gpuload.load(str(path), processor, max_prompt_length=8192, **some)
-            pairs = []
+            by_hand = partial(epoch_by_hand, path, processor, given.epoch_rows)
+            assert all(map(torch.equal, epoch(prompts), by_hand(1)))
+            threads = os.cpu_count() or 1
+            print(f"epochs of {given.epoch_rows} rows with pixels, which are equal; {torch.get_num_threads()} of torch")
             for _ in range(given.repeats):
-                made, seconds = timed(lambda: epoch(prompts))  # noqa: B023
-                expected, others_seconds = timed(lambda: epoch_by_hand(path, processor, given.epoch_rows))  # noqa: B023
-                assert all(map(torch.equal, made, expected))
-                pairs.append((seconds, others_seconds))
-            ours, theirs = (median(each) for each in zip(*pairs, strict=True))
-            print(
-                f"epoch of {given.epoch_rows} rows with pixels: {ours:.2f} s, by hand {theirs:.2f} s; pixels are equal"
-            )
+                print(
+                    f"loader {consumed(epoch(prompts))}; by hand in one thread {consumed(by_hand(1))}, "
+                    f"in {threads} {consumed(by_hand(threads))}"
+                )
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ class Loader(ABC):
         for batch in self._dataset.ahead(self._batches(parts)):
             self._position = min(self._position + step, total)
             yield batch
+            del batch  # of pixels, hundreds of megabytes: not kept while the consumer waits for the next one
         self.epoch, self._position = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:

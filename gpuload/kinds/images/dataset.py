@@ -116,7 +116,8 @@ class ImageRows(Rows):
         if self._facts.type_ids is None:
             return {}
         name, wanted = self._facts.type_ids
-        return {name: torch.isin(ids, torch.tensor(wanted)) * mask}
+        # By NumPy: threads of torch's would wait for each other longer than this takes.
+        return {name: torch.from_numpy(np.isin(ids.numpy(), wanted) * mask.numpy())}
 
     def _positions(self, ids: torch.Tensor, mask: torch.Tensor, references: Sequence[Sequence[Any]]) -> torch.Tensor:
         """(3, B, L) positions of the tokens of some rows, if the model has such."""

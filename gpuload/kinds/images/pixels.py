@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from gpuload.core.errors import DataError
@@ -45,8 +46,12 @@ class Pixels:
             DataError: an image cannot be read any more, or has changed since the load.
         """
         given = [(each, *place, k) for row, place in zip(rows, places, strict=True) for k, each in enumerate(row)]
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS, max(1, len(given))), "images") as threads:
-            found = iter(list(threads.map(lambda one: self._image(*one), given)))
+        count = min((os.cpu_count() or 1) // getattr(_thread, "count", 1), _MOST_THREADS, len(given))
+        if count < 2:
+            found = iter([self._image(*one) for one in given])
+        else:
+            with ThreadPoolExecutor(count, "images") as threads:
+                found = iter(list(threads.map(lambda one: self._image(*one), given)))
         return [[next(found) for _ in row] for row in rows]
 
     def inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> dict[str, Any]:
@@ -74,12 +79,14 @@ class Pixels:
             raise DataError(f"{place}{name} cannot be read any more: {error}") from error
 
 
-_deferring = threading.local()
+_thread = threading.local()
+"""What this thread does in `filled_ahead`: `deferring` in the one that makes batches; in the others `count`, how many
+there are."""
 
 
 def is_deferred() -> bool:
     """Whether the batch that this thread makes is completed later, see `filled_ahead`."""
-    return bool(getattr(_deferring, "on", False))
+    return bool(getattr(_thread, "deferring", False))
 
 
 def filled_ahead(batches: Iterator[Any], fill: Callable[[Any], Any]) -> Iterator[Any]:
@@ -91,7 +98,7 @@ def filled_ahead(batches: Iterator[Any], fill: Callable[[Any], Any]) -> Iterator
     """
     count = min(os.cpu_count() or 1, _MOST_AHEAD)
     waiting: deque[Future[Any]] = deque()
-    with ThreadPoolExecutor(count, "pixels") as threads:
+    with ThreadPoolExecutor(count, "pixels", partial(setattr, _thread, "count", count)) as threads:
         try:
             while True:
                 while len(waiting) <= count and (batch := _next(batches)) is not None:
@@ -105,8 +112,8 @@ def filled_ahead(batches: Iterator[Any], fill: Callable[[Any], Any]) -> Iterator
 
 
 def _next(batches: Iterator[Any]) -> Any:
-    _deferring.on = True
+    _thread.deferring = True
     try:
         return next(batches, None)
     finally:
-        _deferring.on = False
+        _thread.deferring = False
