@@ -19,19 +19,8 @@ from gpuload.media import MOST_PIXELS, CheckMedia
 from gpuload.media.jpeg import known_size, learn
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO", "DIB")
-_PLUGINS = (
-    "Jpeg",
-    "Png",
-    "WebP",
-    "Gif",
-    "Bmp",
-    "Tiff",
-    "Ppm",
-    "Jpeg2K",
-    "Avif",
-    "Tga",
-    "Ico",
-)  # modules that read them
+# Pillow's modules that read them.
+_PLUGINS = ("Jpeg", "Png", "WebP", "Gif", "Bmp", "Tiff", "Ppm", "Jpeg2K", "Avif", "Tga", "Ico")
 _BEGINNING = 1 << 13  # bytes that most headers fit into
 _BY_BEGINNING = ("JPEG", "PNG", "BMP", "GIF")  # whose header is at the beginning
 _BLOCK = 1 << 12
