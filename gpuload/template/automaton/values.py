@@ -137,9 +137,8 @@ def _also_joined(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-for (
-    _name
-) in "__contains__ startswith endswith removeprefix removesuffix replace lower upper capitalize title _cut".split():
+_JOINED = "__contains__ startswith endswith removeprefix removesuffix replace lower upper capitalize title _cut"
+for _name in _JOINED.split():
     setattr(Text, _name, _also_joined(getattr(Text, _name)))
 
 
