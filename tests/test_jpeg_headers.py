@@ -103,6 +103,26 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, jpeg._known.values())) == 3
 
 
+def test_new_headers_take_the_places_of_the_oldest() -> None:
+    for size in range(1, 12):
+        read_header(encoded(picture(20, 30), "JPEG", comment=b"x" * size))
+    read_header(encoded(picture(20, 30), "JPEG"))
+    assert jpeg.known_size(encoded(picture(50, 40), "JPEG")) == (40, 50, False)
+    assert jpeg.known_size(encoded(picture(50, 40), "JPEG", comment=b"x" * 11)) == (40, 50, False)
+    assert jpeg.known_size(encoded(picture(50, 40), "JPEG", comment=b"x")) is None
+
+
+def test_headers_with_the_size_of_a_whole_of_several_frames_are_not_remembered() -> None:
+    """Pillow takes it for the size of the image."""
+    data = encoded(picture(40, 30), "JPEG")
+    scan, whole = data.index(b"\xff\xda"), b"\xff\xde\0\x11\x08\0\x1e\0\x28\3\1\x11\0\2\x11\1\3\x11\1"
+    first = data[:scan] + whole + data[scan:]
+    assert read_header(first, check="header")[:2] == (30, 40)
+    at = first.index(b"\xff\xc0") + 5
+    other = first[:at] + b"\0\x32\0\x3c" + first[at + 4 :]
+    assert read_header(other, check="header")[:2] == Image.open(io.BytesIO(other)).size[::-1] == (30, 40)
+
+
 def test_files_with_several_images_are_not_remembered() -> None:
     data = encoded(picture(90, 61), "MPO", save_all=True, append_images=[picture(90, 61)])
     assert read_header(data) == (61, 90, "MPO")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # segments that have height and width
-_SEGMENTS = frozenset({*range(0xC0, 0xF0), 0xFE} - {0xC8, *range(0xD0, 0xDA)})  # that have a length
+_SEGMENTS = frozenset({*range(0xC0, 0xF0), 0xFE} - {0xC8, *range(0xD0, 0xDA), 0xDE})  # that have a length; not DHP
 _SCAN = 0xDA
 _DIRECTORY = b"MPF\0"  # of files with several images
-_MOST_FORMS, _MOST_HEADERS = 8, 1 << 12
+_MOST_FORMS, _MOST_HEADERS = 8, 1 << 8  # 16 MiB at most
 
 _Form = tuple[int, int, bytes]
 """Where height and width begin, where the header ends, and the five bytes of the segment before height and width."""
@@ -51,11 +51,16 @@ def learn(beginning: Any, size: tuple[int, int], turned: bool) -> None:
     (at,) = frames
     if (int.from_bytes(header[at : at + 2]), int.from_bytes(header[at + 2 : at + 4])) != size:
         return
-    form = (at, end, header[at - 5 : at])
-    if form in _known or len(_known) < _MOST_FORMS:
-        headers = _known.setdefault(form, {})
-        if len(headers) < _MOST_HEADERS:
-            headers[header[:at] + header[at + 4 : end]] = turned
+    headers = _kept(_known, (at, end, header[at - 5 : at]), {}, _MOST_FORMS)
+    _kept(headers, header[:at] + header[at + 4 : end], turned, _MOST_HEADERS)
+
+
+def _kept(known: dict[Any, Any], key: Any, value: Any, most: int) -> Any:
+    """What is known of a key: this value, if it is new, in the place of the oldest one if there are too many."""
+    if key not in known:
+        for oldest in list(known)[: len(known) + 1 - most]:
+            known.pop(oldest, None)  # another thread may have done so
+    return known.setdefault(key, value)
 
 
 def _segments(header: bytes) -> Iterator[tuple[int, int, int]]:

@@ -88,7 +88,6 @@ class ImageRule:
         self._form: _Form | None = None
         self._grids: _Grids | None = None
         self._looked = False
-        self.compared = False
         self.by_row = not all(map(self._independent, _PAIRS))
 
     @property

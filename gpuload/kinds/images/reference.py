@@ -34,6 +34,7 @@ class ProcessorReference(Reference):
 
     made: ImageColumns
     _rule: ImageRule | None = None
+    _in_part = False  # whether a row was compared in full, and others need not be
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
         self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
@@ -72,11 +73,12 @@ class ProcessorReference(Reference):
     @cached_property
     def _without_values(self) -> Self | None:
         """The same, but for the values of pixels, which decide no ids: they are not interpolated, scaled or normalized.
-        None if the processor has no such arguments."""
+        None if the processor has no such arguments, or is not one of transformers: its ids may depend on them."""
         part = getattr(self.processor, "image_processor", None)
         given = self.images.mm_processor_kwargs
         more = without_values(part, given)
-        if not more or type(part).__module__.partition(".")[0] != "transformers":
+        known = all(type(each).__module__.partition(".")[0] == "transformers" for each in (self.processor, part))
+        if not more or not known:
             return None
         made = copy.copy(self)
         made.images = replace(self.images, mm_processor_kwargs={**given, **more})
@@ -85,27 +87,24 @@ class ProcessorReference(Reference):
     def follow(self, rule: ImageRule | None) -> None:
         """Notes by which rule rows are made; None for no rule."""
         self._rule = rule
-        self.sample_share = _SHARE if self._is_compared else 1.0
 
     @property
-    def _is_compared(self) -> bool:
-        """Whether a row made by this rule has been compared in full, and others need not be."""
-        return self._rule is not None and self._rule.compared and self._without_values is not None
+    def sample_share(self) -> float:  # type: ignore[override]
+        return _SHARE if self._in_part else 1.0
 
     def compared_in_part(
         self, prompt: Any, found: list[int], below: Callable[[int], int]
     ) -> tuple[list[int], list[int]]:
-        """In full until a row of the rule is equal. Then equal ids are equal ids; all else is for the processor as it
-        is."""
-        if self._is_compared:
-            assert self._without_values is not None
+        """In full until a row of the load with images is equal. Then equal ids are equal ids; all else is for the
+        processor as it is."""
+        if self._in_part and self._without_values is not None:
             with suppress(Exception):
                 expected, own = self._without_values.compared(prompt, found)
                 if expected == own:
                     return expected, own
         expected, own = self.compared(prompt, found)
-        if self._rule is not None:
-            self._rule.compared |= expected == own and bool(media_of_row(prompt))
+        if not self._in_part and self._rule is not None and self._without_values is not None:
+            self._in_part = expected == own and bool(media_of_row(prompt))
         return expected, own
 
     def key_of_rule(self) -> tuple[Any, ...]:
