@@ -68,7 +68,6 @@ class ImageRule:
     Attributes:
         rung: of the ladder, in words.
         token: what stands for an image in rendered prompts.
-        compared: whether ids of a row of data have been those of the processor, with all that it does.
 
     Raises:
         NotUnderstoodError: there is no rule for this processor.

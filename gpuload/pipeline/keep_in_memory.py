@@ -145,9 +145,9 @@ class InMemory:
         they were added. Ids that need not be `joined` may be `Apart`."""
         sizes = np.concatenate(self._sizes, axis=1)
         sizes = sizes if order is None else sizes.take(order, axis=1)
-        on_host = [ids for ids in self._ids if isinstance(ids, Ragged)] if order is None and not joined else []
-        apart = bool(on_host) and len(on_host) == len(self._ids) and self._engine.name == "cpu"
-        ids = Apart(on_host) if apart else self._engine.store(self._ids, order)
+        parts = [ids for ids in self._ids if isinstance(ids, Ragged)]
+        as_they_are = not joined and order is None and self._engine.name == "cpu" and 0 < len(parts) == len(self._ids)
+        ids = Apart(parts) if as_they_are else self._engine.store(self._ids, order)
         return ids, sizes, Columns(drained(self._tables), order)
 
     def discard(self) -> None:

@@ -162,7 +162,16 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     if not request.tokenize:
         return _load_untokenized(request, sources, started)
     reference = PromptKind().reference(request.tokenizer, request.options)
-    job = Job(PromptKind(), sources, reference, request.options, started, request.tokenizer, True, request.keep_ids)
+    job = Job(
+        PromptKind(),
+        sources,
+        reference,
+        request.options,
+        started,
+        request.tokenizer,
+        keep_rejected=True,
+        keep_ids=request.keep_ids,
+    )
     dataset = run(job)
     columns, report = dataset.passed_through, dataset.report
     kept = np.ones(len(dataset), bool)
