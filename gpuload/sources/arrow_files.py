@@ -9,15 +9,10 @@ from gpuload.core.errors import SourceError
 
 
 def saved_files(folder: Path, name: str) -> list[Path] | None:
-    """The files of a dataset that was saved to a directory, in order; None if the directory is another one.
+    """The files of a dataset that was saved to a directory, in order; None if the directory is another one, a
+    `SourceError`, which calls it by `name`, if it has several splits or is damaged.
 
     Such a directory may have further files: results of `map`, cached there under other names.
-
-    Args:
-        name: the directory as the user named it, for messages.
-
-    Raises:
-        SourceError: it has several splits, or is damaged.
     """
     splits = folder / "dataset_dict.json"
     state = folder / "state.json"
@@ -38,10 +33,7 @@ def saved_files(folder: Path, name: str) -> list[Path] | None:
 
 
 def mapped_table(path: str) -> pa.Table:
-    """All rows of a file, in memory that is mapped to it.
-
-    Raises:
-        pa.ArrowException: it is no such file, or its end is missing.
-    """
+    """All rows of a file, in memory that is mapped to it; a `pa.ArrowException` if it is no such file, or its end is
+    missing."""
     with pa.memory_map(path) as raw, pa.ipc.open_stream(raw) as reader:
         return reader.read_all()

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
+from gpuload.sources.footer import is_of
 from gpuload.sources.types import as_readable, is_list, is_text, without_views
 
 BATCH_ROWS = 8192
@@ -34,16 +35,9 @@ _SHORT, _SHORT_COMPRESSED = 64, 16  # bytes per value below which most values ma
 
 
 def bounded(tables: Iterable[pa.Table], name: str, joined: int | None = None) -> Iterator[pa.Table]:
-    """The same rows in tables of at most `BATCH_ROWS` rows and `BATCH_BYTES`; a row that is larger is on its own.
-
-    Args:
-        tables: all rows of a source.
-        name: of the source, for the message.
-        joined: bytes up to which small tables are joined; `BATCH_BYTES` by default.
-
-    Raises:
-        SourceError: a row has more bytes than fit into one Arrow array.
-    """
+    """The rows of a source with this name in tables of at most `BATCH_ROWS` rows and `BATCH_BYTES`; a row that is
+    larger is on its own. Small tables are `joined` up to so many bytes, `BATCH_BYTES` by default. A `SourceError` if a
+    row has more bytes than fit into one Arrow array."""
     waiting: list[pa.Table] = []
     done = rows = nbytes = 0
     try:
@@ -67,11 +61,8 @@ def _joined(tables: list[pa.Table]) -> pa.Table:
 
 
 def _halves(table: pa.Table) -> Iterator[tuple[pa.Table, int]]:
-    """A table in parts within the bounds, each with its bytes.
-
-    Raises:
-        pa.ArrowCapacityError: a row has more bytes than fit into one Arrow array.
-    """
+    """A table in parts within the bounds, each with its bytes; a `pa.ArrowCapacityError` if a row has more than fit
+    into one Arrow array."""
     size = sum(decoded_bytes(chunk) for column in table.columns for chunk in column.chunks)
     if table.num_rows == 1 and size > _MOST_ROW_BYTES:
         raise pa.ArrowCapacityError(f"a row of {size:,} bytes")
@@ -103,13 +94,7 @@ Reopen = Callable[..., pq.ParquetFile]
 
 
 def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Decodes one row group.
-
-    Args:
-        parquet: the file, open.
-        reopen: opens it again.
-        group: number of the row group.
-        columns: names of the columns to read.
+    """Decodes some columns of one row group.
 
     Raises:
         pa.ArrowCapacityError: a row has more bytes than fit into one Arrow array.
@@ -117,7 +102,7 @@ def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns:
     """
     metadata = parquet.metadata.row_group(group)
     chunks = [metadata.column(i) for i in range(metadata.num_columns)]
-    chunks = [chunk for chunk in chunks if _is_in(chunk.path_in_schema, columns)]
+    chunks = [chunk for chunk in chunks if is_of(chunk, columns)]
     size = {chunk.path_in_schema: max(chunk.total_uncompressed_size, chunk.num_values * _WIDTH) for chunk in chunks}
     step, repeated = BATCH_ROWS, []
     for chunk in chunks:
@@ -184,7 +169,3 @@ def _tables(parquet: pq.ParquetFile, group: int, columns: Sequence[str], step: i
             if step == 1:
                 raise pa.ArrowCapacityError(str(error)) from error
         step = max(1, step // 32)
-
-
-def _is_in(path: str, columns: Sequence[str]) -> bool:
-    return any((path + ".").startswith(name + ".") for name in columns)

@@ -25,15 +25,8 @@ _FEW = 8  # rows of a part: to join views of them takes less time than to gather
 
 
 class Columns:
-    """Rows of Python objects over Arrow tables whose schemas may differ.
-
-    Args:
-        tables: all rows, in order.
-        index: (n,) numbers of the rows to serve, in order; None for all.
-
-    Attributes:
-        names: of all columns, in order of appearance.
-    """
+    """Rows of Python objects over Arrow tables whose schemas may differ: of all their rows, those with the numbers
+    `index` (n,), in this order, or all. `names` are those of all columns, in order of appearance."""
 
     def __init__(self, tables: Iterable[pa.Table], index: np.ndarray[Any, Any] | None = None):
         counts, parts = _merge_equal(tables)
@@ -43,14 +36,7 @@ class Columns:
     def of_parts(
         cls, counts: Sequence[int], parts: Sequence[pa.Table], schemas: Sequence[pa.Schema], index: np.ndarray[Any, Any]
     ) -> Self:
-        """Columns over tables that are made when they are needed.
-
-        Args:
-            counts: the rows of each table.
-            parts: the tables.
-            schemas: of each table.
-            index: as for `Columns`.
-        """
+        """Columns over tables that are made when they are needed, whose numbers of rows and schemas are known."""
         made = cls.__new__(cls)
         made._set(counts, parts, schemas, index)
         return made
@@ -81,15 +67,8 @@ class Columns:
         return sum(part.nbytes for part in self._parts)
 
     def take(self, rows: np.ndarray[Any, Any], names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-        """Converts the given rows to Python objects, one list per column.
-
-        Args:
-            rows: (m,) row numbers.
-            names: which columns; None for all.
-
-        Returns:
-            Column name → list of m values; None for rows whose file does not have the column.
-        """
+        """Converts the given rows (m,) to Python objects: column name → list of m values, None for rows whose file does
+        not have the column. `names` are those of the columns, None for all."""
         names = self.names if names is None else names
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
         taken |= {name: self._made[name][rows].tolist() for name in names if name in self._made}
@@ -113,12 +92,8 @@ class Columns:
         return self._parts[part], stored - int(self._starts[part])
 
     def take_table(self, rows: np.ndarray[Any, Any], schema: pa.Schema) -> pa.Table:
-        """Returns the given rows as one Arrow table.
-
-        Args:
-            rows: (m,) row numbers.
-            schema: at least one column of `promoted_schema`; null in rows whose file does not have it.
-        """
+        """The given rows (m,) as one Arrow table, with at least one column of `promoted_schema`; null in rows whose
+        file does not have it."""
         slots, tables = [np.zeros(0, np.int64)], [schema.empty_table()]
         for some, picked in self._picked(rows, schema.names):
             slots.append(some)
@@ -198,11 +173,8 @@ class Columns:
             yield first, part if len(places) == part.num_rows else part.take(as_arrow(places))
 
     def table(self) -> pa.Table:
-        """All rows as one Arrow table, with types promoted where files differ.
-
-        Raises:
-            DataError: a column's types have no common type that keeps all values; `take` returns them unchanged.
-        """
+        """All rows as one Arrow table, with types promoted where files differ; a `DataError` if no type has all values
+        of a column, which `take` returns unchanged."""
         names = [name for name in self.names if name not in self._made]
         if not names:
             return self._with_made(pa.table({}), self._made)
@@ -223,23 +195,13 @@ class Columns:
         return self._with_made(merged, self._made).select(self.names)
 
     def promoted_schema(self, names: Sequence[str]) -> pa.Schema:
-        """Some columns, with types promoted where files differ.
-
-        Raises:
-            DataError: a column's types have no common type that keeps all values.
-        """
+        """Some columns, with types promoted where files differ; a `DataError` if no type has all values of a column."""
         fields = []
         for name in names:
+            found = [schema.field(name) for schema in self._schemas if name in schema.names]
             if name in self._made:
-                fields.append(pa.field(name, pa.int64()))
-                continue
-            found = [pa.schema([schema.field(name)]) for schema in self._schemas if name in schema.names]
-            try:
-                fields.append(pa.unify_schemas(found, promote_options="permissive").field(0))
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"column {name!r} has no common Arrow type in the files ({error}): leave it out with columns="
-                ) from error
+                found = [pa.field(name, pa.int64())]
+            fields.append(promoted(found, "leave it out with columns="))
         return pa.schema(fields)
 
     def schema(self) -> pa.Schema:
@@ -247,6 +209,17 @@ class Columns:
         fields = {field.name: field for schema in reversed(self._schemas) for field in schema}
         fields |= {name: pa.field(name, pa.int64()) for name in self._made}
         return pa.schema([fields[name] for name in self.names])
+
+
+def promoted(fields: Sequence[pa.Field], instead: str) -> pa.Field:
+    """A column with a type that has all values of some with its name; a `DataError`, which says what to do `instead`,
+    if there is none."""
+    try:
+        return pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive").field(0)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"column {fields[0].name!r} has no common Arrow type in the files ({error}): {instead}"
+        ) from error
 
 
 def to_python(column: pa.Array) -> list[Any]:
@@ -260,11 +233,8 @@ def to_python(column: pa.Array) -> list[Any]:
 
 
 def _values(name: str, column: pa.Array) -> list[Any]:
-    """`to_python`, of a pass-through column.
-
-    Raises:
-        DataError: Python has no such value: a date after the year 9999, JSON nested a thousand levels deep ...
-    """
+    """`to_python`, of a pass-through column; a `DataError` if Python has no such value: a date after the year 9999,
+    JSON nested a thousand levels deep ..."""
     try:
         return to_python(column)
     except (ArithmeticError, RecursionError, ValueError, pa.ArrowException) as error:
@@ -275,11 +245,8 @@ def _values(name: str, column: pa.Array) -> list[Any]:
 
 
 def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]:
-    """Joins consecutive tables with equal schemas, because taking rows costs a call per table.
-
-    Returns:
-        The number of rows of each joined table (a table without columns does not know it), and the tables.
-    """
+    """Joins consecutive tables with equal schemas, because taking rows costs a call per table. Returns the number of
+    rows of each joined table (a table without columns does not know it), and the tables."""
     counts: list[int] = []
     merged: list[pa.Table] = []
     run: list[pa.Table] = []

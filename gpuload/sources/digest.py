@@ -18,11 +18,8 @@ from gpuload.sources.types import is_text
 
 
 def column_digests(parts: Iterable[tuple[int, pa.Table]]) -> dict[str, bytes]:
-    """Column name → digest of its values; at the speed of SHA-256, about a gigabyte per second.
-
-    Args:
-        parts: all rows, in order: the number of the first one, and a table. Their schemas may differ.
-    """
+    """Column name → digest of its values; at the speed of SHA-256, about a gigabyte per second. `parts` are all rows,
+    in order: the number of the first one, and a table, of any schema."""
     columns: dict[str, ColumnDigest] = {}
     for start, part in parts:
         for name, column in zip(part.schema.names, part.columns, strict=True):
@@ -45,11 +42,8 @@ class ColumnDigest:
         return hashlib.sha256("\n".join(streams).encode(errors="surrogatepass")).digest()
 
     def add(self, values: pa.Array, start: int) -> None:
-        """Appends values.
-
-        Args:
-            start: the row of the first one: rows in between have no such column, or values of another type.
-        """
+        """Appends values, the first of which is in row `start`: rows in between have no such column, or values of
+        another type."""
         if len(values):  # whether there are tables without rows depends on how the rows were stored
             self._add("", values, start, start + len(values))
 

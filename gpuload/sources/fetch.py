@@ -39,21 +39,13 @@ _NAME_LENGTH = 48  # characters of a remote file's name in its copy's name: file
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file.
+    """One file."""
 
-    Attributes:
-        path: of the file, or of the copy of a remote one; of the remote one itself, if there is no copy.
-        name: as the user gave it, for messages; of a URL without what may be secret.
-        format: "parquet", "json" or "arrow".
-        place: where it is, if it is remote.
-        remote: the file itself, if it is read where it is; then there is no copy.
-    """
-
-    path: str
-    name: str
-    format: str
-    place: FilePlace | None = None
-    remote: RemoteFile | None = None
+    path: str  # of the file, or of the copy of a remote one; of the remote one itself, if there is no copy
+    name: str  # as the user gave it, for messages; of a URL without what may be secret
+    format: str  # "parquet", "json" or "arrow"
+    place: FilePlace | None = None  # where it is, if it is remote
+    remote: RemoteFile | None = None  # the file itself, if it is read where it is; then there is no copy
 
 
 def resolve(
@@ -80,28 +72,15 @@ def resolve(
 
 
 def find(files: Any, timeout: float) -> list[SourceFile]:
-    """Finds files, and downloads nothing. What is found can be sent to other processes, which call `here`.
-
-    Args:
-        files, timeout: as for `resolve`.
-
-    Raises:
-        SourceError: as for `resolve`.
-    """
+    """As `resolve`, but downloads nothing. What is found can be sent to other processes, which call `here`."""
     return [
         file for name in names_of(files) for file in (_remote(name, timeout) if is_url(name) else local_files(name))
     ]
 
 
 def here(file: SourceFile, cache_dir: str | None, read_in_place: bool) -> SourceFile:
-    """A file that this process can read: a remote one in place, or the copy of it that this machine has.
-
-    Args:
-        file, cache_dir, read_in_place: as for `resolve`.
-
-    Raises:
-        SourceError: it cannot be downloaded.
-    """
+    """A file that this process can read: a remote one in place, or the copy of it that this machine has; a
+    `SourceError` if it cannot be downloaded. For the arguments see `resolve`."""
     if file.place is None or file.remote is not None:
         return file
     from gpuload.sources.remote import in_place
@@ -112,11 +91,7 @@ def here(file: SourceFile, cache_dir: str | None, read_in_place: bool) -> Source
 
 
 def names_of(files: Any) -> list[str]:
-    """The paths and URLs that a user gives.
-
-    Raises:
-        SourceError: something else is given, or nothing.
-    """
+    """The paths and URLs that a user gives; a `SourceError` if something else is given, or nothing."""
     if isinstance(files, Mapping | set | frozenset):
         raise SourceError(
             f"files is of type {type(files).__name__}: pass a path, a URL or a list of them, such as the files of one "
@@ -158,7 +133,10 @@ def _find(name: str) -> list[SourceFile]:
         return _folder(path, name)
     if path.exists() or path.is_symlink():
         return [_file(path, name)]
-    matches = sorted(Path(p) for p in _glob(str(path)))
+    import glob
+
+    found = glob.glob(str(path), recursive=True)
+    matches = sorted(Path(p) for p in found if os.path.isfile(p) or not os.path.exists(p))
     if not matches:
         raise SourceError(f"{_printable(name)}: no file matches{_hint(path)}")
     return [_file(p, str(p)) for p in matches]
@@ -182,7 +160,11 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
         return [_file(path, str(path)) for path in saved]
     found: list[Path] = []
     seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         # A link may lead to a folder above it, or to one that is read anyway.
         real = os.path.realpath(parent)
         folders[:] = [] if real in seen else sorted(filter(_is_data, folders))
@@ -194,10 +176,6 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
     return [_file(path, str(path)) for path in sorted(found)]
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _is_data(name: str) -> bool:
     """Whether a file or folder inside a folder is read. As in Spark and `datasets`, hidden ones are not."""
     return not name.startswith((".", "_"))
@@ -205,12 +183,6 @@ def _is_data(name: str) -> bool:
 
 def _printable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
-
-
-def _glob(pattern: str) -> list[str]:
-    import glob
-
-    return [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p) or not os.path.exists(p)]
 
 
 def _hint(path: Path) -> str:

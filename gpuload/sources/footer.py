@@ -19,12 +19,9 @@ _SLACK = 128  # old writers understate a column chunk's size by up to this many 
 
 
 def check_names(fields: Iterable[pa.Field], footer: bytes) -> None:
-    """Checks what a footer, which has no checksum, tells twice: each name is in the schema and in each row group. They
-    are counted in its bytes, because pyarrow aborts the process when asked for the chunks of a damaged row group.
-
-    Raises:
-        ArrowInvalid: a name is there once only.
-    """
+    """Checks what a footer, which has no checksum, tells twice: each name is in the schema and in each row group; an
+    `ArrowInvalid` if one is there once only. They are counted in its bytes, because pyarrow aborts the process when
+    asked for the chunks of a damaged row group."""
     for field in fields:
         name, kind = field.name.encode(), field.type
         length = [len(name)] if len(name) < 128 else [len(name) & 127 | 128, len(name) >> 7 & 127]
@@ -46,17 +43,14 @@ def read_footer(raw: BinaryIO) -> tuple[int, bytes]:
 
 
 def decoded_size(metadata: pq.FileMetaData, names: Collection[str] | None) -> int:
-    """Bytes of some columns before they were compressed; more in memory if they are encoded with dictionaries.
-
-    Args:
-        names: of the columns; None for all.
-    """
+    """Bytes of some columns, or with None of all, before they were compressed; more in memory if they are encoded with
+    dictionaries."""
     groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     if names is None:  # without a look at every chunk: each load asks for this
         return sum(group.total_byte_size for group in groups)
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
     try:
-        return sum(chunk.total_uncompressed_size for chunk in chunks if _is_of(chunk, names))
+        return sum(chunk.total_uncompressed_size for chunk in chunks if is_of(chunk, names))
     except UnicodeDecodeError:  # of a column chunk's name; reading the rows will raise the proper error
         return 0
 
@@ -67,11 +61,8 @@ def rows_of_group(rows: int, nbytes: int) -> int:
 
 
 def single_group(path: str, name: str) -> str | None:
-    """A remark about a large parquet file that is one row group, with the way to rewrite it; None for other files.
-
-    Args:
-        name: of the file as the user gave it.
-    """
+    """A remark about a large parquet file that is one row group, with the way to rewrite it, and its `name`; None for
+    other files."""
     metadata = pq.read_metadata(path)
     size = decoded_size(metadata, None)
     if metadata.num_row_groups != 1 or (rows := rows_of_group(metadata.num_rows, size)) == metadata.num_rows:
@@ -83,7 +74,8 @@ def single_group(path: str, name: str) -> str | None:
     )
 
 
-def _is_of(chunk: Any, names: Collection[str]) -> bool:
+def is_of(chunk: Any, names: Collection[str]) -> bool:
+    """Whether a column chunk is one of some columns, or inside of one."""
     return any((chunk.path_in_schema + ".").startswith(name + ".") for name in names)
 
 
@@ -94,12 +86,8 @@ class Reopened(Protocol):
 
 
 def column_digest(file: Reopened, *names: str, groups: range | None = None) -> bytes:
-    """Digest of the footer and of the raw pages of some columns. Anything less may stay the same when a value is
-    changed in place: the size, the times, the footer's statistics.
-
-    Args:
-        groups: the row groups whose pages are read; None for all.
-    """
+    """Digest of the footer and of the raw pages of some columns, in some row groups or in all. Anything less may stay
+    the same when a value is changed in place: the size, the times, the footer's statistics."""
     whole, parts = digests_of_parts(file, names, [] if groups is None else [groups], only_parts=groups is not None)
     return whole if groups is None else parts[0]
 
@@ -107,12 +95,8 @@ def column_digest(file: Reopened, *names: str, groups: range | None = None) -> b
 def digests_of_parts(
     file: Reopened, names: Collection[str], parts: Sequence[range], only_parts: bool = False
 ) -> tuple[bytes, list[bytes]]:
-    """The digest of some columns of a file, and those of some parts of the file, in one pass over it.
-
-    Args:
-        parts: consecutive row groups; none is in two parts.
-        only_parts: do not read other row groups; the digest of the whole is of no use then.
-    """
+    """The digest of some columns of a file, and those of some parts of the file, consecutive row groups, in one pass
+    over it. With `only_parts`, others are not read; the digest of the whole is of no use then."""
     whole = hashlib.blake2b(digest_size=16)
     digests = [hashlib.blake2b(digest_size=16) for _ in parts]
     with file.open() as raw:
@@ -135,17 +119,12 @@ def _pages(raw: BinaryIO, row_group: Any, names: Collection[str]) -> Iterator[by
     """The raw pages of some columns, and of those inside of them."""
     for number in range(row_group.num_columns):
         chunk = row_group.column(number)
-        if _is_of(chunk, names):
-            raw.seek(_chunk_start(chunk))
+        if is_of(chunk, names):
+            raw.seek(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
             left = chunk.total_compressed_size + _SLACK
             while left and (block := raw.read(min(left, 1 << 20))):
                 yield block
                 left -= len(block)
-
-
-def _chunk_start(chunk: Any) -> int:
-    """Where the pages of a column chunk begin."""
-    return int(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
 
 
 def damage_of(path: str, error: Exception) -> str:

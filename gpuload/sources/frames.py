@@ -27,21 +27,15 @@ _INSTEAD = {
 
 
 def is_frame(data: object) -> bool:
-    """Whether `data` is a frame in memory that `open_frame` opens, rather than files.
-
-    Raises:
-        SourceError: as for `_kind_of`.
-    """
+    """Whether `data` is a frame in memory that `open_frame` opens, rather than files; a `SourceError` if it is
+    neither."""
     return _kind_of(data) is not None
 
 
 def _kind_of(data: object) -> str | None:
     """The class in `_FRAMES` of a frame in memory, or "arrow" for another one that shares its columns by Arrow's C
-    stream, such as a `polars.DataFrame`; None for files.
-
-    Raises:
-        SourceError: it is something in memory that cannot be read as it is, or splits.
-    """
+    stream, such as a `polars.DataFrame`; None for files. A `SourceError` if it is something in memory that cannot be
+    read as it is, or splits."""
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(data).__mro__]
     found = next((name for name in names if name in _FRAMES), None)
     if found is not None:
@@ -63,14 +57,7 @@ def _kind_of(data: object) -> str | None:
 
 
 def open_frame(frame: Any, name: str) -> Source:
-    """Opens a frame in memory.
-
-    Args:
-        name: for messages.
-
-    Raises:
-        DataError: a column has values of several types.
-    """
+    """Opens a frame in memory, with a name for messages; a `DataError` if a column has values of several types."""
     kind = _kind_of(frame)
     if kind == "cudf.DataFrame":
         return _open_cudf(frame, name)

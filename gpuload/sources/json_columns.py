@@ -37,40 +37,25 @@ HELD_BYTES = 1 << 30
 
 @dataclass
 class _Column:
-    """What is known of a column.
+    """What is known of a column."""
 
-    Attributes:
-        kind: the type of all values so far; None if no type of Arrow keeps them.
-        escaped: whether texts have lone surrogates, so that JSON must be written again.
-        nbytes: of its values.
-    """
-
-    kind: pa.DataType | None
-    escaped: bool = False
-    nbytes: int = 0
+    kind: pa.DataType | None  # the type of all values so far; None if no type of Arrow keeps them
+    escaped: bool = False  # whether texts have lone surrogates, so that JSON must be written again
+    nbytes: int = 0  # of its values
 
 
 @dataclass
 class _Kept:
-    """The rows of a piece.
-
-    Attributes:
-        arrays: their columns, as they were made; None if they are not kept.
-        start, nbytes: of their lines.
-    """
+    """The rows of a piece."""
 
     rows: int
-    arrays: dict[str, Any] | None
-    start: int
-    nbytes: int
+    arrays: dict[str, Any] | None  # their columns, as they were made; None if they are not kept
+    start: int  # of their lines
+    nbytes: int  # likewise
 
 
 class JsonColumns:
-    """The columns of a file.
-
-    Args:
-        name: of the file, for messages.
-        raw: the file, open.
+    """The columns of an open file, with a name for messages.
 
     Attributes:
         rows: number of rows.
@@ -123,11 +108,7 @@ class JsonColumns:
         return sum(column.nbytes for name, column in self._columns.items() if names is None or name in names)
 
     def tables(self, file: LocalFile | RemoteFile) -> Iterator[pa.Table]:
-        """All rows, in order, in one table if they are held.
-
-        Raises:
-            SourceError: the file was changed.
-        """
+        """All rows, in order, in one table if they are held; a `SourceError` if the file was changed."""
         if self.held:
             yield pa.concat_tables(self._tables)
             return
@@ -158,11 +139,9 @@ class JsonColumns:
             array = part.arrays.get(name, pa.nulls(part.rows))
             if column.kind is not None:
                 made[name] = _widened(array, column.kind)
-            elif column.escaped or pa.types.is_null(array.type):
-                made[name] = as_json(to_python(array))
-            elif array.type == JSON_TYPE:
+            elif array.type == JSON_TYPE and not column.escaped:
                 made[name] = array
-            elif part.nbytes:  # the texts as they are in the file
+            elif part.nbytes and not (column.escaped or pa.types.is_null(array.type)):  # texts as in the file
                 return self._again(part, raw)
             else:
                 made[name] = as_json(to_python(array))
@@ -173,12 +152,10 @@ class JsonColumns:
         """The same, of a part of JSON lines that is read again."""
         raw.seek(part.start)
         rows = rows_of(self._name, raw.read(part.nbytes), 1, as_texts=True)
-        made = {}
-        for name, column in self._columns.items():
-            if column.kind is None:
-                made[name] = _as_text(column, name, rows)
-            else:
-                made[name] = as_arrow(_values(name, rows), column.kind)
+        made = {
+            name: _as_text(column, name, rows) if column.kind is None else as_arrow(_values(name, rows), column.kind)
+            for name, column in self._columns.items()
+        }
         return pa.table(made, self.schema)
 
 

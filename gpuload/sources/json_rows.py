@@ -23,18 +23,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class JsonPiece:
-    """Some consecutive rows.
+    """Some consecutive rows."""
 
-    Attributes:
-        rows: they. Their values may be `msgspec.Raw` if `as_texts` was true: see `value_of` and `text_of`.
-        with_texts: makes the same rows with values that are texts, as far as they are known.
-        start, nbytes: where their lines are in the file; 0 bytes for a piece of an array.
-    """
-
-    rows: list[Row]
-    with_texts: Callable[[], list[Row]]
-    start: int = 0
-    nbytes: int = 0
+    rows: list[Row]  # whose values may be `msgspec.Raw` if `as_texts` was true: see `value_of` and `text_of`
+    with_texts: Callable[[], list[Row]]  # makes the same rows with values that are texts, as far as they are known
+    start: int = 0  # where their lines begin in the file
+    nbytes: int = 0  # of their lines; 0 for a piece of an array
+    numbers: Callable[[], list[int]] = list[int]  # finds the numbers of their lines
 
 
 class UnclearError(Exception):
@@ -70,10 +65,10 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, as_texts: Callabl
         )
     found = _arrays(name, head, blocks, whole) if is_array else _lines(name, chain([head], blocks), start, as_texts)
     odd, count = "", 0
-    for piece, places in found:
+    for piece in found:
         number = next((at for at, row in enumerate(piece.rows) if type(row) is not dict), None)
         if number is not None and not odd:
-            place = f"item {count + number}" if is_array else f"line {places()[number]}"
+            place = f"item {count + number}" if is_array else f"line {piece.numbers()[number]}"
             odd = f"{name}, {place}: expected an object with the row's columns, not {piece.rows[number]!r:.60}"
         count += len(piece.rows)
         if not odd:
@@ -82,11 +77,7 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, as_texts: Callabl
         raise SourceError(odd)
 
 
-_Pieces = Iterator[tuple[JsonPiece, Callable[[], list[int]]]]
-"""Pieces, with the numbers of the lines of their rows."""
-
-
-def _lines(name: str, blocks: Iterable[bytes], start: int, as_texts: Callable[[], bool]) -> _Pieces:
+def _lines(name: str, blocks: Iterable[bytes], start: int, as_texts: Callable[[], bool]) -> Iterator[JsonPiece]:
     number, waiting = 1, list[bytes]()
     for block in blocks:
         cut = block.rfind(b"\n") + 1
@@ -99,29 +90,19 @@ def _lines(name: str, blocks: Iterable[bytes], start: int, as_texts: Callable[[]
     yield _piece(name, b"".join(waiting), start, number, as_texts())
 
 
-def _piece(
-    name: str, lines: bytes, start: int, number: int, as_texts: bool
-) -> tuple[JsonPiece, Callable[[], list[int]]]:
-    def places() -> list[int]:
+def _piece(name: str, lines: bytes, start: int, number: int, as_texts: bool) -> JsonPiece:
+    def numbers() -> list[int]:
         return [at for at, line in enumerate(lines.split(b"\n"), number) if line.strip()]
 
     with_texts = cache(partial(rows_of, name, lines, number, as_texts=True))
     rows = with_texts() if as_texts else rows_of(name, lines, number)
-    return JsonPiece(rows, with_texts, start, len(lines)), places
+    return JsonPiece(rows, with_texts, start, len(lines), numbers)
 
 
 def rows_of(name: str, lines: bytes, number: int, as_texts: bool = False) -> list[Row]:
-    """The values of all lines that are not blank.
-
-    Args:
-        name: of the file, for messages.
-        lines: UTF-8.
-        number: of the first line.
-        as_texts: whether values of rows may be `msgspec.Raw`.
-
-    Raises:
-        SourceError: a line is not valid JSON.
-    """
+    """The values of all lines (UTF-8) that are not blank; a `SourceError` if one is not valid JSON. `name` and `number`
+    are those of the file and of the first line, for messages; values of rows may be `msgspec.Raw` if `as_texts` is
+    true."""
     parse: Callable[[bytes], Any] = parse_json
     if as_texts:
         parse = parse_members if _is_utf8(lines) and not _has_long_number(lines) else json.loads
@@ -164,7 +145,7 @@ def text_of(value: Any) -> str | None:
     return None if value is None else json_text(value)
 
 
-def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> _Pieces:
+def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> Iterator[JsonPiece]:
     if whole:
         try:
             parts: Iterable[list[Any]] = [json.loads(b"".join([head, *blocks]))]
@@ -173,15 +154,11 @@ def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> _Pi
     else:
         parts = _items(head, blocks)
     for items in parts:
-        yield JsonPiece(items, partial(list[Row], items)), list[int]
+        yield JsonPiece(items, partial(list[Row], items))
 
 
 def _items(head: bytes, blocks: Iterator[bytes]) -> Iterator[list[Any]]:
-    """The items of an array, those of some blocks at a time.
-
-    Raises:
-        UnclearError: it is not valid, or not in UTF-8.
-    """
+    """The items of an array, those of some blocks at a time; an `UnclearError` if it is not valid, or not in UTF-8."""
     if json.detect_encoding(head) != "utf-8":
         raise UnclearError
     text, waiting, found = "", [head.lstrip()[1:]], 0

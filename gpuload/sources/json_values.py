@@ -14,12 +14,8 @@ _texts = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`.
-
-    Raises:
-        ValueError: it is not JSON, or not UTF-8.
-        RecursionError: it is nested too deeply.
-    """
+    """As `json.loads`: a `ValueError` if it is not JSON, or not UTF-8, a `RecursionError` if it is nested too
+    deeply."""
     try:
         return _value(text)
     except Exception:
@@ -27,11 +23,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_members(text: bytes) -> Any:
-    """As `parse_json`, but the values of an object may be `msgspec.Raw`: their JSON text, which is valid.
-
-    Args:
-        text: UTF-8; that is not checked.
-    """
+    """As `parse_json`, but the values of an object may be `msgspec.Raw`: their JSON text, which is valid. That the text
+    is UTF-8 is not checked."""
     try:
         return _texts(text)
     except Exception:

@@ -7,13 +7,8 @@ import pyarrow as pa
 
 
 class LaterTable:
-    """A table whose number of rows is known before its columns are decoded.
-
-    Args:
-        num_rows: of the table.
-        wait: returns the table as soon as it is decoded, or raises why it cannot be.
-        nbytes: about how many bytes it will have.
-    """
+    """A table whose number of rows, and about how many bytes it will have, are known before its columns are decoded.
+    `wait` returns it as soon as it is decoded, or raises why it cannot be."""
 
     def __init__(self, num_rows: int, wait: Callable[[], pa.Table], nbytes: int = 0) -> None:
         self.num_rows, self._wait, self.nbytes = num_rows, wait, nbytes

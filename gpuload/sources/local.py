@@ -21,37 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file in the state in which it was first opened.
-
-    Attributes:
-        path: of the file.
-        name: as the user named it, for messages.
-        state: device, inode, bytes, and time of the last change in ns.
-    """
+    """A file in the state in which it was first opened."""
 
     path: str
-    name: str
-    state: tuple[int, ...]
+    name: str  # as the user named it, for messages
+    state: tuple[int, ...]  # device, inode, bytes, and time of the last change in ns
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Opens the file again.
-
-        Raises:
-            SourceError: it is not in the same state.
-            OSError: it cannot be opened.
-        """
+        """Opens the file again; a `SourceError` if it is not in the same state, an `OSError` if it cannot be opened."""
         # Arrow reads a file object of Python's in a new part of the process's memory for each page.
         with pa.OSFile(os.fsencode(self.path)) as raw:
             self._compare(os.fstat(raw.fileno()))
             yield cast(BinaryIO, raw)
 
     def check(self) -> None:
-        """Checks that nothing has changed since it was first opened.
-
-        Raises:
-            SourceError: it was written to, replaced or removed.
-        """
+        """Checks that nothing has changed since it was first opened; a `SourceError` if it was written to, replaced or
+        removed."""
         try:
             about = os.stat(self.path)
         except OSError as error:
@@ -70,12 +56,8 @@ class LocalFile:
 
 @contextmanager
 def opened(file: SourceFile) -> Iterator["tuple[LocalFile | RemoteFile, BinaryIO]"]:
-    """Opens a file for the first time.
-
-    Raises:
-        SourceError: it was changed before the end of the block.
-        OSError: it cannot be opened.
-    """
+    """Opens a file for the first time; a `SourceError` if it was changed before the end of the block, an `OSError` if
+    it cannot be opened."""
     if file.remote is not None:
         with file.remote.open() as raw:
             yield file.remote, raw

@@ -26,11 +26,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def column_without_nulls(column: pa.Array) -> pa.Array:
-    """(n,) values → the same without keys that are null: unchanged if there are none, otherwise as JSON.
-
-    Raises:
-        TypeError: a value is nothing that JSON has.
-    """
+    """(n,) values → the same without keys that are null: unchanged if there are none, otherwise as JSON; a `TypeError`
+    if a value is nothing that JSON has."""
     if column.type == JSON_TYPE:
         return changed_json(column, "null", without_nulls)
     return as_json([without_nulls(each) for each in to_python(column)]) if has_null_fields(column) else column

@@ -19,11 +19,7 @@ def open_sources(files: Any, options: Options) -> list[Source]:
 
 
 def open_all(files: Any, options: Options) -> list[Source]:
-    """Opens files or a frame.
-
-    Raises:
-        DataError: there are no rows.
-    """
+    """Opens files or a frame; a `DataError` if there are no rows."""
     if is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:

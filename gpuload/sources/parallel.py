@@ -29,12 +29,8 @@ _END, _LEFT = object(), object()
 
 
 def row_group_parts(rows: Sequence[int], least: int = 0) -> list[range]:
-    """The row groups of a file, in parts of some consecutive ones.
-
-    Args:
-        rows: number of rows of each row group.
-        least: rows that a part has at least, except for the last one; 0 for `PART_ROWS`.
-    """
+    """The row groups of a file, with these numbers of rows, in parts of some consecutive ones, which have `least` rows
+    at least, except for the last one; 0 for `PART_ROWS`."""
     parts, first, size = [], 0, 0
     for group, count in enumerate(rows):
         size += count
@@ -55,25 +51,18 @@ _Item = TypeVar("_Item", bound=HasBytes)
 
 
 class _Part(Generic[_Item]):
-    """One part.
-
-    Attributes:
-        tables: a generator, executed by at most one thread at a time.
-        decoded: what was decoded: tables, `_LEFT` where a thread has left the part, and at last `_END` or an exception.
-        left: whether no thread is decoding the part, although it has not ended.
-    """
+    """One part."""
 
     def __init__(self, tables: Iterator[_Item]) -> None:
-        self.tables, self.left = tables, True
+        self.tables = tables  # a generator, executed by at most one thread at a time
+        self.left = True  # whether no thread is decoding the part, although it has not ended
+        # Tables, `_LEFT` where a thread has left the part, and at last `_END` or an exception.
         self.decoded: SimpleQueue[Any] = SimpleQueue()
 
 
 class _Waiting:
-    """The bytes that are decoded and not yet delivered, for one consumer.
-
-    Args:
-        most: bound of these bytes. `AHEAD_BYTES` bounds those of all consumers.
-    """
+    """The bytes that are decoded and not yet delivered, for one consumer: `most` of them, and `AHEAD_BYTES` for all
+    consumers."""
 
     _lock, _of_all = threading.Lock(), 0
 
@@ -105,12 +94,8 @@ os.register_at_fork(after_in_child=_Waiting.in_child)
 def in_order(parts: Sequence[Iterator[_Item]], most: int | None = None) -> Iterator[_Item]:
     """Yields the tables of all parts, one part after the other. An exception of a part is raised in its place.
 
-    There are as many threads as Arrow has: one per core, or `OMP_NUM_THREADS`.
-
-    Args:
-        parts: one generator per part.
-        most: bytes that are decoded in advance, beyond one table per thread; None for `AHEAD_BYTES`, which is the bound
-            of all calls together.
+    There are as many threads as Arrow has: one per core, or `OMP_NUM_THREADS`. Beyond one table per thread, `most`
+    bytes are decoded in advance; None for `AHEAD_BYTES`, which is the bound of all calls together.
     """
     ahead, threads = _Waiting(AHEAD_BYTES if most is None else most), min(pa.cpu_count(), _MOST_THREADS)
     waiting = [_Part(tables) for tables in parts]

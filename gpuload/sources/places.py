@@ -22,17 +22,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class FilePlace:
-    """A file for any process that can reach it: file systems can be pickled.
+    """A file for any process that can reach it: file systems can be pickled."""
 
-    Attributes:
-        fs: fsspec's file system.
-        path: in that file system.
-        url: as the user gave it; it may have what is secret.
-    """
-
-    fs: Any
-    path: str
-    url: str
+    fs: Any  # fsspec's file system
+    path: str  # in that file system
+    url: str  # as the user gave it; it may have what is secret
 
     @property
     def name(self) -> str:
@@ -40,11 +34,7 @@ class FilePlace:
         return without_secrets(self.url)
 
     def version(self, info: Mapping[str, Any]) -> list[str]:
-        """The URL, and what the server says about the file's version.
-
-        Args:
-            info: its answer.
-        """
+        """The URL, and what the server says about the file's version in its answer, `info`."""
         return [self.url] + [f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key) is not None]
 
     def version_now(self) -> tuple[str, ...]:
@@ -54,13 +44,9 @@ class FilePlace:
 
 
 def tried(work: Callable[[int], _Result], failed: Callable[[Exception, int], GpuloadError]) -> _Result:
-    """The result of some work on a file system, which is tried up to three times.
-
-    Args:
-        work: number of the attempt → the result.
-        failed: the last error, and how many attempts there were → the error that is raised. It is raised at once if
-            there is no such file, no permission or no space.
-    """
+    """The result of some work on a file system, which is tried up to three times. `failed` makes the error that is
+    raised of the last one, and of how many attempts there were: at once if there is no such file, no permission or no
+    space."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return work(attempt)

@@ -28,51 +28,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """One file or frame, opened.
+    """One file or frame, opened."""
 
-    Attributes:
-        name: the file as the user named it, for messages.
-        num_rows: number of rows.
-        nbytes: size of the file, or of the frame in memory.
-        schema: its columns.
-        batches: yields the rows in order as tables of at most `BATCH_ROWS` rows.
-        identity: bytes that identify the content; part of a dataset's fingerprint.
-        parquet: path of a parquet file, which an engine can read by itself.
-        frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
-        without: as `batches`, without the named columns, by several threads; None where that saves nothing.
-        only: as `batches`, with the named column alone; None where that would save nothing.
-        content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
-        form: what a column is made of that is not in the file.
-        decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
-        file: the file that `batches` reads; None where everything is in memory already.
-        first_row: number of the first row in its file, of a source that is a part of one.
-        parsed: whether JSON in its columns was parsed when it was opened.
-    """
-
-    name: str
+    name: str  # the file as the user named it, for messages
     num_rows: int
-    nbytes: int
-    schema: pa.Schema
-    batches: Callable[[], Iterator[pa.Table]]
-    identity: bytes
-    parquet: str | None = None
-    frame: Any = None
+    nbytes: int  # of the file, or of the frame in memory
+    schema: pa.Schema  # its columns
+    batches: Callable[[], Iterator[pa.Table]]  # yields the rows in order as tables of at most `BATCH_ROWS` rows
+    identity: bytes  # bytes that identify the content; part of a dataset's fingerprint
+    parquet: str | None = None  # path of a parquet file, which an engine can read by itself
+    frame: Any = None  # a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy
+    # As `batches`, without the named columns, by several threads; with the named column alone. None: it saves nothing.
     without: Callable[..., Iterator[pa.Table]] | None = None
     only: Callable[[str], Iterator[pa.Table]] | None = None
+    # Digest of the values of the named columns as they are in the file now; None for a frame in memory.
     content: Callable[..., bytes] | None = None
-    form: str = ""
+    form: str = ""  # what a column is made of that is not in the file
+    # About how many bytes the values of the named columns have in memory; None for all columns.
     decoded_bytes: Callable[[Collection[str] | None], int] = lambda names: 0
-    file: LocalFile | RemoteFile | None = None
-    first_row: int = 0
-    parsed: bool = False
+    file: LocalFile | RemoteFile | None = None  # that `batches` reads; None where everything is in memory already
+    first_row: int = 0  # number of the first row in its file, of a source that is a part of one
+    parsed: bool = False  # whether JSON in its columns was parsed when it was opened
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
-    """Checks, after the last row was read, that no file changed meanwhile.
-
-    Raises:
-        SourceError: the rows of this file may be mixed from two versions of it.
-    """
+    """Checks, after the last row was read, that no file changed meanwhile; a `SourceError` if the rows of one may be
+    mixed from two versions of it."""
     for source in sources:
         if source.file is not None:
             source.file.check()
@@ -109,12 +90,8 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def other_columns(source: Source, prompt_key: str, keep_prompts: bool, *known: str) -> Iterator[pa.Table]:
-    """The rows of a source in order, for a caller that has the prompts already.
-
-    Args:
-        keep_prompts: the tables must have the prompt column all the same. Otherwise it is not read, where possible.
-        known: further columns that the caller has.
-    """
+    """The rows of a source in order, for a caller that has the prompts and further `known` columns already: where
+    possible, they are not read, except for the prompts with `keep_prompts`."""
     if source.without is None:
         return source.batches()
     names = source.schema.names
@@ -132,11 +109,8 @@ def one_column(source: Source, name: str) -> Iterator[pa.ChunkedArray]:
 
 
 def check_prompt_column(source: Source, prompt_key: str) -> None:
-    """Checks that a source has the prompt column.
-
-    Raises:
-        DataError: it has not; the message names the likely column, and all there are. Or two columns have one name.
-    """
+    """Checks that a source has the prompt column; a `DataError` if not, whose message names the likely column, and all
+    there are, or if two columns have one name."""
     for number, name in enumerate(source.schema.names):
         if name in source.schema.names[:number]:
             raise DataError(f"{source.name}: two columns have the name {name!r}: rename one of them")
@@ -148,11 +122,7 @@ def check_prompt_column(source: Source, prompt_key: str) -> None:
 
 
 def check_prompts(source: Source, prompt_key: str) -> None:
-    """Checks that a source has the prompt column, of a type that can hold prompts.
-
-    Raises:
-        DataError: it has not.
-    """
+    """Checks that a source has the prompt column, of a type that can hold prompts; a `DataError` if not."""
     check_prompt_column(source, prompt_key)
     check_prompt_type(source.schema.field(prompt_key).type, f"{source.name}: column {prompt_key!r}")
 
@@ -213,17 +183,21 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
     groups = range(len(counts)) if some is None else some
     rows = metadata.num_rows if some is None else sum(counts[groups.start : groups.stop])
     parts = [range(groups.start + p.start, groups.start + p.stop) for p in row_group_parts([counts[g] for g in groups])]
+
+    def read(hidden: Set[str]) -> Iterator[pa.Table]:
+        return _read_parquet(local, rows, in_order([_decode(local, hidden, part) for part in parts]))
+
     return Source(
         file.name,
         rows,
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
-        lambda: _read_parquet(local, rows, _decode_parts(local, hidden, parts)),
+        lambda: read(hidden),
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path if some is None and file.remote is None else None,
-        without=lambda *names: _read_parquet(local, rows, _decode_parts(local, hidden | {*names}, parts)),
-        only=lambda name: _read_parquet(local, rows, _decode_parts(local, set(schema.names) - {name}, parts)),
+        without=lambda *names: read(hidden | {*names}),
+        only=lambda name: read(set(schema.names) - {name}),
         content=lambda *names: column_digest(local, *names, groups=some),
         decoded_bytes=lambda names: decoded_size(metadata, names),
         file=local,
@@ -240,10 +214,6 @@ def _read_parquet(file: LocalFile | RemoteFile, num_rows: int, tables: Iterator[
         raise SourceError(
             f"{file.name}: damaged parquet file ({rows:,} rows instead of {num_rows:,}): download it again"
         )
-
-
-def _decode_parts(file: LocalFile | RemoteFile, hidden: Set[str], parts: Iterable[range]) -> Iterator[pa.Table]:
-    return in_order([_decode(file, hidden, part) for part in parts])
 
 
 def _decode(file: LocalFile | RemoteFile, hidden: Set[str], groups: range) -> Iterator[pa.Table]:

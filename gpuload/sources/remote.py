@@ -21,38 +21,24 @@ def changed(name: str) -> SourceError:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A remote file in the version in which it was first opened; the counterpart of `local.LocalFile`.
-
-    Attributes:
-        place: where it is.
-        version: what the server said at first about its version.
-    """
+    """A remote file in the version in which it was first opened; the counterpart of `local.LocalFile`."""
 
     place: FilePlace
-    version: tuple[str, ...]
+    version: tuple[str, ...]  # what the server said at first
 
     @property
     def name(self) -> str:
-        """For messages."""
         return self.place.name
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Opens the file for reading.
-
-        Raises:
-            SourceError: it cannot be opened.
-            OSError: it cannot be read.
-        """
+        """Opens the file for reading; a `SourceError` if it cannot be opened, an `OSError` if it cannot be read."""
         with tried(lambda _: self._raw(), self._failed) as raw:
             yield cast(BinaryIO, _Reader(raw, self._failed))
 
     def check(self) -> None:
-        """Checks that the file is still the one that was opened first.
-
-        Raises:
-            SourceError: it was replaced, or cannot be reached.
-        """
+        """Checks that the file is still the one that was opened first; a `SourceError` if it was replaced, or cannot be
+        reached."""
         if tried(lambda _: self.place.version_now(), self._failed) != self.version:
             raise changed(self.name)
 
@@ -84,11 +70,7 @@ class RemoteFile:
 class _Reader:
     """A file object that reads blocks ahead, several at a time, because columns of a row group are read in turns: the
     number of requests is bounded by the bytes that are read, and by the number of places at which reading begins.
-
-    Args:
-        raw: the remote file.
-        failed: makes errors that say which file it is.
-    """
+    `failed` makes errors that say which file it is."""
 
     def __init__(self, raw: Any, failed: Callable[[Exception, int], SourceError]):
         self._raw, self._failed = raw, failed

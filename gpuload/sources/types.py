@@ -15,11 +15,7 @@ JSON_TYPE = pa.json_(pa.large_string())
 
 
 def as_json(values: Sequence[Any]) -> pa.Array:
-    """Python values as a column of JSON text; None is null.
-
-    Raises:
-        TypeError: a value is nothing that JSON has.
-    """
+    """Python values as a column of JSON text; None is null. A `TypeError` if a value is nothing that JSON has."""
     encoded = as_arrow([None if value is None else json_text(value) for value in values], pa.large_string())
     return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
 
@@ -75,32 +71,22 @@ def is_plain(kind: pa.DataType) -> bool:
 
 
 def readable(schema: pa.Schema) -> pa.Schema:
-    """The types as which columns are read.
-
-    Those of `without_views`, and JSON for a column with JSON text anywhere in its values, such as the arguments of
-    calls: what `datasets.Json` keeps so are objects for everybody who reads its rows.
-    """
+    """The types as which columns are read: those of `without_views`, and JSON for a column with JSON text anywhere in
+    its values, such as the arguments of calls: what `datasets.Json` keeps so are objects for everybody who reads its
+    rows."""
     fields = [field.with_type(JSON_TYPE) if _parser(field.type) else field for field in schema]
     return without_views(pa.schema(fields, schema.metadata))
 
 
 def without_views(schema: pa.Schema) -> pa.Schema:
-    """The same columns with plain strings and binaries for string views and binary views.
-
-    Arrow has no kernels that take or filter the rows of views.
-    """
+    """The same columns with plain strings and binaries for string views and binary views, of which Arrow has no kernels
+    that take or filter rows."""
     return pa.schema([field.with_type(_without_views(field.type)) for field in schema], schema.metadata)
 
 
 def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
-    """A table with the types of `readable`.
-
-    Args:
-        stored: the types that its columns have in a file of which dictionaries were read; None: they are its own.
-
-    Raises:
-        pa.ArrowInvalid: a text is not the JSON that its column says it is.
-    """
+    """A table with the types of `readable`; a `pa.ArrowInvalid` if a text is not the JSON that its column says it is.
+    `stored` are the types that its columns have in a file of which dictionaries were read; None: they are its own."""
     schema = readable(stored or table.schema)
     for at, (old, new) in enumerate(zip(table.schema, schema, strict=True)):
         if new.type == JSON_TYPE and old.type != JSON_TYPE:
@@ -141,12 +127,9 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
         return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
-    for test, make in (
-        (pa.types.is_list, pa.list_),
-        (pa.types.is_large_list, pa.large_list),
-    ):
-        if test(kind):
-            return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    if is_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_views(kind.value_type)))
     return kind
 
 
@@ -166,15 +149,8 @@ def fields_of(kind: pa.DataType) -> set[str]:
 
 
 def check_prompt_type(kind: pa.DataType, where: str) -> None:
-    """Checks that a column of this type can hold prompts.
-
-    Args:
-        kind: the column's type.
-        where: the file and the column, for the message.
-
-    Raises:
-        DataError: the column holds something else, or messages without a role.
-    """
+    """Checks that a column of this type can hold prompts; a `DataError`, which says `where` it is, if it holds
+    something else, or messages without a role."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if is_text(kind) or kind == JSON_TYPE or pa.types.is_null(kind):

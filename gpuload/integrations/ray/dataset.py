@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
-from gpuload.core.errors import DataError, OptionError
+from gpuload.core.errors import OptionError
 from gpuload.core.keywords import ReadChatsKeywords, ReadPairsKeywords, ReadPromptsKeywords, takes
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -35,6 +35,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.training_options import TrainingDefaults
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import Job, open_job
+from gpuload.sources.columns import promoted
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -149,11 +150,8 @@ def about_dataset(dataset: Any) -> About:
 
 
 def _passed_through(job: Job[Any]) -> pa.Schema:
-    """The columns of rows that are not made of tokens, of types that have the values of all files.
-
-    Raises:
-        DataError: a column's types have no common type that keeps all values.
-    """
+    """The columns of rows that are not made of tokens, of types that have the values of all files; a `DataError` if
+    there is no such type."""
     types: dict[str, list[pa.DataType]] = {}
     for source in job.sources:
         for field in source.schema:
@@ -165,17 +163,10 @@ def _passed_through(job: Job[Any]) -> pa.Schema:
         types["full_prompts"] = [pa.large_string()]
     if getattr(job.kind, "turns", None) == "served":
         types |= {name: [pa.int64()] for name in ("conversation", "turn")}
-    fields = []
-    for name, kinds in types.items():
-        schemas = [pa.schema([pa.field(name, kind)]) for kind in dict.fromkeys(kinds)]
-        try:
-            fields.append(pa.unify_schemas(schemas, promote_options="permissive").field(0))
-        except pa.ArrowException as error:
-            raise DataError(
-                f"column {name!r} has no common Arrow type in the files ({error}): rename or convert it, or read the "
-                "files in two datasets"
-            ) from error
-    return pa.schema(fields)
+    instead = "rename or convert it, or read the files in two datasets"
+    return pa.schema(
+        [promoted([pa.field(name, kind) for kind in dict.fromkeys(kinds)], instead) for name, kinds in types.items()]
+    )
 
 
 def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str, Any]) -> "Dataset":
