@@ -60,10 +60,8 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
     """The same path, with its answers as `generated` and literals cut where they begin and end.
 
     `roles` are those of the messages. `calling` are messages that have an answer although none of their texts is in the
-    path, such as calls of tools without arguments.
-
-    Raises:
-        UnknownAnswersError: an assistant's text is in no answer, or another text in one.
+    path, such as calls of tools without arguments. An `UnknownAnswersError` if an assistant's text is in no answer, or
+    another text in one.
     """
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
@@ -138,13 +136,9 @@ def _cuts(
     turns: Turns,
     calling: Collection[int],
 ) -> list[int]:
-    """Where answers begin and end, in turn, in the literals between two texts.
-
-    Args:
-        opened: whether the text before is in an answer.
-        place: the message of the text before, those without texts between, and the message of the text after.
-        ours: which messages are answers.
-    """
+    """Where answers begin and end, in turn, in the literals between two texts, the first of which is in an answer or
+    not (`opened`). `place` has its message, those without texts between, and the message of the text after; `ours` says
+    which messages are answers."""
     before, hidden, after = place
     wanted = None if after is None else ours[after]
     if before is not None and before == after:
@@ -199,20 +193,10 @@ def _rest(literal: str, turns: Turns) -> str:
 
 
 def _search(
-    literal: str,
-    opened: bool,
-    wanted: bool | None,
-    most: int,
-    headers: Sequence[str],
-    ends: Sequence[End],
+    literal: str, opened: bool, wanted: bool | None, most: int, headers: Sequence[str], ends: Sequence[End]
 ) -> list[int]:
-    """Headers and end markers, in turn, as places to cut.
-
-    Args:
-        opened: whether an answer has begun before.
-        wanted: whether what follows belongs to an answer; None if nothing follows.
-        most: how many answers can begin here.
-    """
+    """Headers and end markers, in turn, as places to cut. An answer has begun before or not (`opened`), what follows is
+    `wanted` in an answer or not, None if nothing follows, and `most` answers can begin here."""
     cuts: list[int] = []
     at = 0
     while most or (opened and not wanted):
@@ -226,11 +210,11 @@ def _search(
         else:
             # The last header before the answer's text: those before may be of other messages, or in the descriptions of
             # tools.
-            find = literal.rfind if most == 1 and wanted else literal.find
+            last = most == 1 and wanted
+            find = literal.rfind if last else literal.find
             found = [(place, len(header)) for header in headers if (place := find(header, at)) >= 0]
             if not found:
                 break
-            last = most == 1 and wanted
             place, size = max(found, key=sum) if last else min(found, key=lambda each: (each[0], -each[1]))
             cuts.append(place if is_inside(literal[place:]) else place + size)
             at = place + size
@@ -249,15 +233,10 @@ def last_only(path: Path, message: int) -> Path:
 
 
 class Answers:
-    """Finds the parts with loss in what one template renders.
+    """Finds the parts with loss in what one template renders; a `TokenizerError` if its answers are unknown.
 
-    Args:
-        loss_on: "assistant" for all answers, "last" for those of the last message of an assistant, "marked" for those
-            that have loss as their messages say (`loss_marks.py`).
-        weights: other than 0 and 1, that messages may have.
-
-    Raises:
-        TokenizerError: the answers of this template are unknown.
+    `loss_on` is "assistant" for all answers, "last" for those of the last message of an assistant, "marked" for those
+    that have loss as their messages say (`loss_marks.py`); `weights` are those, other than 0 and 1, that messages have.
     """
 
     def __init__(self, call: TemplateCall, loss_on: str, weights: Sequence[float] = ()) -> None:
@@ -308,21 +287,14 @@ class Answers:
         blocks: list[tuple[int, int]] | None = None,
         parts: tuple[Path, dict[Ref, str]] | None = None,
     ) -> list[Answer]:
-        """The parts with loss of one conversation.
+        """The parts with loss of one conversation: start and end of each in its `text`, in characters, and the number
+        of its weight if that is not 1; an `UnknownAnswersError` if they are unknown.
 
         Args:
-            messages: the conversation.
-            text: what became of it.
             render: renders another conversation as transformers does; None for transformers itself.
             blocks: start and end of its `{% generation %}` blocks, in characters, if they are known.
             parts: what the text is made of, as `taken_apart` returns it, if that is known, of messages with nothing but
                 roles and contents.
-
-        Returns:
-            Start and end of each, in characters, and the number of its weight if that is not 1.
-
-        Raises:
-            UnknownAnswersError: they are unknown.
         """
         turns, loss = self.turns, weights_of(messages) if self.loss_on == "marked" else []
         every = self.loss_on != "last" and all(weight == 1 for weight in loss)

@@ -120,11 +120,8 @@ class ChatProgram:
 
         transformers executes templates without limits. A call that takes too long is ended, but not within one
         operation on strings, so for every reason the template is executed with limits first, until one row passes.
-        Messages are `marked` if control tokens are sanitized.
-
-        Raises:
-            EndlessError: the template exceeds a limit.
-            Exception: whatever transformers or the template raises.
+        Messages are `marked` if control tokens are sanitized. An `EndlessError` if the template exceeds a limit, or
+        whatever transformers or the template raises.
         """
         if self._tracer is not None and reason not in self._checked:
             with self.lock:

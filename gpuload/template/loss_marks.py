@@ -104,16 +104,14 @@ def spans_with_loss(
     """The answers of messages that have loss, in order, and its weight.
 
     An answer is that of the messages whose texts it has. One without any text, such as an empty one, belongs to a
-    message between that of the text before it and that of the text behind it.
+    message between that of the text before it and that of the text behind it. An `UnknownAnswersError` if messages with
+    other weights are one answer, or it is unknown whose answer one is.
 
     Args:
         spans: start and end of all answers of a conversation, in characters.
         texts: where texts of messages begin, ascending, and the number of their message.
         loss: of each message, the weight of its answer's loss, 0 if it has none.
         ours: which messages are answers.
-
-    Raises:
-        UnknownAnswersError: messages with other weights are one answer, or it is unknown whose answer one is.
     """
     places = [place for place, _ in texts]
     found: dict[tuple[int, int], float] = {}

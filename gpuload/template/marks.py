@@ -136,14 +136,9 @@ Render = Callable[[list[Any]], str]
 
 
 def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
-    """What the text of a conversation is made of, which `render` has made of it.
-
-    Returns:
-        Segments; the text of each that is no literal; and texts of the conversation that may be within literals.
-
-    Raises:
-        UnknownAnswersError: it is made of something else.
-    """
+    """What the text of a conversation is made of, which `render` has made of it: segments; the text of each that is no
+    literal; and texts of the conversation that may be within literals. An `UnknownAnswersError` if it is made of
+    something else."""
     try:
         return _aligned(render, messages, text, _Marks(only_contents=False))
     except Exception:  # the template may look into other fields, and raise any error

@@ -56,12 +56,8 @@ class Prober:
         conversation: Callable[[Mapping[tuple[int, str], str]], list[dict[str, Any]]],
     ) -> Leaf:
         """Probe the leaf that the trace of a row of some shape has led to, by decisions about the row's texts. From
-        texts, `conversation` builds the messages of a conversation of this shape.
-
-        Returns:
-            `leaf`, or a `ByReference` leaf if a probe differs. A `Rejected` leaf gets the message that transformers
-            gives for the rejection.
-        """
+        texts, `conversation` builds the messages of a conversation of this shape. Return the leaf, if it is `Rejected`
+        with the message that transformers gives for it; or a `ByReference` leaf if a probe differs."""
         asked: dict[tuple[int, str], list[tuple[Predicate, bool]]] = {key: [] for key in texts}
         for predicate, answer in decisions:
             asked[predicate.ref.message, predicate.ref.field].append((predicate, answer))

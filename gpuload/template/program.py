@@ -45,13 +45,10 @@ Shape = tuple[tuple[tuple[str, str | None], ...], ...]
 class Operation:
     """An operation that maps a text to a text.
 
-    Attributes:
-        name: a method of `str`: `strip`, `lstrip`, `rstrip` (arguments: none for white space as Python defines it, or
-            the characters), `removeprefix`, `removesuffix`, `replace` (old, new), `lower` or `upper`; or a cut at a
-            separator: `before` and `after` its first occurrence, `before_last` and `after_last` its last one. A cut
-            returns a text without the separator unchanged. Automata also have `slice` (start and stop, each empty or a
-            number) and other methods of `str`.
-        arguments: of the operation.
+    Its name is a method of `str`: `strip`, `lstrip`, `rstrip` (arguments: none for white space as Python defines it, or
+    the characters), `removeprefix`, `removesuffix`, `replace` (old, new), `lower` or `upper`; or a cut at a separator:
+    `before` and `after` its first occurrence, `before_last` and `after_last` its last one. A cut returns a text without
+    the separator unchanged. Automata also have `slice` (start and stop, each empty or a number) and other methods.
     """
 
     name: str
@@ -206,11 +203,8 @@ class Tree:
 
     def graft(self, decisions: Sequence[tuple[Predicate, bool]], leaf: Leaf) -> bool:
         """Add a leaf, and the branches that lead to it: the predicates from the root, in order, with their answers.
-
-        Returns:
-            False if the tree already has a leaf there, or other predicates on this path. Then the template is not
-            deterministic, and the tree is unchanged.
-        """
+        False if the tree already has a leaf there, or other predicates on this path: then the template is not
+        deterministic, and the tree is unchanged."""
         at, grown = 0, list(self.nodes)
         for predicate, answer in decisions:
             node = grown[at]

@@ -75,11 +75,7 @@ class _Example:
 
 
 class Tracer:
-    """Traces the template of one call.
-
-    Raises:
-        NotCompilableError: this call cannot be traced at all; the message says why.
-    """
+    """Traces the template of one call; a `NotCompilableError`, which says why, if it cannot be traced at all."""
 
     def __init__(self, call: TemplateCall) -> None:
         self.call = call
@@ -111,11 +107,8 @@ class Tracer:
         return decisions, leaf
 
     def check(self, messages: Sequence[Any]) -> None:
-        """Execute the template with limits for one conversation that transformers will render without them.
-
-        Raises:
-            EndlessError, MemoryError: the template exceeds a limit.
-        """
+        """Execute the template with limits for one conversation that transformers will render without them; an
+        `EndlessError` or `MemoryError` if the template exceeds one."""
         try:
             prepared = json.loads(self.call.render(messages, template=_READ_BACK))
             self._allow(len(prepared), 16 * deep_size(prepared))
@@ -160,11 +153,8 @@ class Tracer:
 
 
 def instrumented(call: TemplateCall, kind: type[Instrumented]) -> tuple[Instrumented, Meter, Mapping[str, Any]]:
-    """The template of a call with symbols for texts, what counts its steps, and its constants.
-
-    Raises:
-        NotCompilableError: there is none; the message says why.
-    """
+    """The template of a call with symbols for texts, what counts its steps, and its constants; a `NotCompilableError`,
+    which says why, if there is none."""
     if reason := call.not_compilable_reason():
         raise NotCompilableError(reason)
     meter = Meter()

@@ -88,7 +88,7 @@ class RecordingTemplate(TracingTemplate):
 
         def new_attribute(obj: Any, name: str) -> Any:
             if isinstance(obj, SymbolicMapping):
-                if name in dir(dict):
+                if hasattr({}, name):
                     return getattr(obj, name) if name in names else reject(f"calls {name} of a mapping")
                 return found(obj, name)
             if isinstance(obj, Value):
@@ -108,7 +108,7 @@ class RecordingTemplate(TracingTemplate):
             if isinstance(obj, SymbolicMapping):
                 if type(key) is not str:
                     reject("looks for something other than a plain string in a mapping")
-                return new_attribute(obj, key) if key in dir(dict) and key not in obj else found(obj, key)
+                return new_attribute(obj, key) if hasattr({}, key) and key not in obj else found(obj, key)
             if isinstance(obj, SymbolicList):
                 if isinstance(key, slice):
                     return obj.sliced(key)

@@ -55,13 +55,11 @@ Leaf = tuple[str, str]
 
 
 class Functions:
-    """The functions of an automaton, which may grow: then `changed` must be called.
+    """The functions of an automaton, which may grow: then `changed` must be called. `tojson` is the filter of
+    transformers.
 
-    Args:
-        tojson: the filter of transformers.
-        blocks: whether it is wanted which texts are in a `{% generation %}` block.
-        contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what
-            else is no literal as `Unknown`.
+    With `blocks`, they tell which texts are in a `{% generation %}` block. With `contents`, contents of messages are
+    printed as `Content`, and what else is no literal as `Unknown`.
     """
 
     def __init__(
@@ -144,10 +142,7 @@ class _Lines:
                 self._line(depth, f"{self._register(parts[0])} = -1")
             elif name == "select":
                 register, part, wanted = parts
-                part_of, test = self._constant(part), self._constant(wanted)
-                elements = (
-                    f"{part_of}.of({self._place(part.place)}, {self._number(part.start)}, {self._number(part.length)})"
-                )
+                elements, test = self._value(Built("part", (part, None))), self._constant(wanted)
                 self._line(depth, f"{self._register(register)} = [each for each in {elements} if {test}.holds(each)]")
             elif name == "build":
                 self._line(depth, f"{self._register(parts[0])} = {self._value(parts[1])}")

@@ -74,18 +74,12 @@ class Affine:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where a text comes from.
-
-    Attributes:
-        kind: "at", a text at a place; "register"; "json", `tojson` of what is at a place; "str", what printing it
-            gives; "number", an `Affine`; "join", the elements of what is at a place, printed one after the other.
-        value: the place, the register's name or the number.
-        arguments: of `tojson`, as pairs of name and value; positional ones have None as their name. Of "join", what is
-            between two elements.
-    """
+    """Where a text comes from: "at", a place; "register"; "json", `tojson` of what is at a place; "str", what printing
+    it gives; "number", an `Affine`; "join", the elements of what is at a place, printed one after the other."""
 
     kind: str
-    value: Any
+    value: Any  # the place, the register's name or the number
+    # Of "join", what is between two elements. Of `tojson`, pairs of name and value; positional ones have no name: None.
     arguments: tuple[Any, ...] = ()
 
 
@@ -146,15 +140,12 @@ class ListPart:
 
 @dataclass(frozen=True)
 class Built:
-    """Plain data that a template builds, which a register can have.
+    """Plain data that a template builds, which a register can have. Its kinds, with their parts:
 
-    Attributes:
-        kind: "at", what is at a place; "text", segments, joined; "number", an `Affine`; "constant", the `repr` of None,
-            False or True; "part", a `ListPart`, and an index if only what its elements have there is wanted; "list";
-            "mapping", pairs of a str and a value; "sum", two lists one after the other; "slice", of a
-            text, and its start, stop and step; "method", the name of a method
-            of str, the text, and the `repr` of each argument.
-        parts: as described for each kind. What lists, mappings, sums and methods consist of is `Built`, too.
+    "at", a place; "text", segments, joined; "number", an `Affine`; "constant", the `repr` of None, False or True;
+    "part", a `ListPart`, and an index if only what its elements have there is wanted; "list"; "mapping", pairs of a str
+    and a value; "sum", two lists one after the other; "slice", of a text, and its start, stop and step; "method", the
+    name of a method of str, the text, and the `repr` of each argument. What they consist of is `Built`, too.
     """
 
     kind: str

@@ -171,15 +171,14 @@ class RowRenderer:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
             return RenderedRow("".join(out), [])
-        render = partial(self._text, row)
         text = "".join(out)
-        if not self._blocks:
-            parts = parts_of(messages, out)
-            return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, parts=parts))
-        spans = blocks_of(out, blocks)
-        if self._answers.loss_on == "assistant":
-            return RenderedRow(text, spans_in_bytes(text, spans))
-        return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=spans))
+        if self._blocks and self._answers.loss_on == "assistant":
+            return RenderedRow(text, spans_in_bytes(text, blocks_of(out, blocks)))
+        known: dict[str, Any] = (
+            {"blocks": blocks_of(out, blocks)} if self._blocks else {"parts": parts_of(messages, out)}
+        )
+        render = partial(self._text, row)
+        return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, **known))
 
     def _text(self, row: Row, messages: list[Any]) -> str:
         """A row with other messages, as transformers renders it."""
@@ -286,11 +285,7 @@ class RowRenderer:
 
 
 def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -> RowRenderer:
-    """As `RowRenderer`; what earlier loads of this process have learned of the same template and constants is used.
-
-    Raises:
-        NotCompilableError: as `RowRenderer`.
-    """
+    """As `RowRenderer`; what earlier loads of this process have learned of the same template and constants is used."""
     if (constants := identity(call, own_tools)) is None:
         return RowRenderer(call, answers, own_tools)
     key = (*constants, None if answers is None else answers.loss_on)

@@ -181,7 +181,7 @@ class SymbolicList(Printable):
         # A list to which itself is added in each pass would double each time.
         if type(left) is not list and type(right) is not list:
             reject("adds two lists of a conversation")
-        return list_of(self.recorder, Built("sum", (built_of(left), built_of(right))))
+        return SymbolicList(self.recorder, self.recorder.build(Built("sum", (built_of(left), built_of(right)))))
 
     def __iter__(self) -> Iterator[Any]:
         reject("passes a list of a conversation to a function or filter that loops over it")
@@ -237,9 +237,8 @@ class SplitParts(SplitText):
 
     def listed(self) -> SymbolicList:
         """All parts."""
-        given = repr(self._separator), repr(self._most)
-        built = Built("method", ("split" if self._from_left else "rsplit", built_of(self._rope), *given))
-        return list_of(cast(Text, self._rope).recorder, built)
+        name = "split" if self._from_left else "rsplit"
+        return _called(cast(Text, self._rope), name, self._separator, self._most)
 
     def __contains__(self, value: object) -> bool:
         return value in self.listed()
@@ -255,12 +254,18 @@ def split(text: Text, name: str, sep: object = None, maxsplit: object = -1) -> S
     try:
         return SplitParts(text, sep, maxsplit, from_left=name == "split")
     except NotCompilableError:  # at white space, or into some parts
-        return list_of(text.recorder, Built("method", (name, built_of(text), repr(sep), repr(maxsplit))))
+        return _called(text, name, sep, maxsplit)
 
 
 def lines_of(text: Text, keepends: object = False) -> SymbolicList:
     """What `splitlines` gives of a text."""
-    return list_of(text.recorder, Built("method", ("splitlines", built_of(text), repr(bool(keepends)))))
+    return _called(text, "splitlines", bool(keepends))
+
+
+def _called(text: Text, name: str, *arguments: object) -> SymbolicList:
+    """The list that a method of `str` gives."""
+    built = Built("method", (name, built_of(text), *map(repr, arguments)))
+    return SymbolicList(text.recorder, text.recorder.build(built))
 
 
 def characters_of(recorder: Recording, text: Rope) -> SymbolicList:
@@ -273,8 +278,3 @@ def _place_of(text: Rope) -> Place | None:
     pieces: Any = text._pieces
     whole = len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations
     return pieces[0].message.value if whole and pieces[0].message.kind == "at" else None
-
-
-def list_of(recorder: Recording, built: Built) -> SymbolicList:
-    """A list that the template has built."""
-    return SymbolicList(recorder, recorder.build(built))
