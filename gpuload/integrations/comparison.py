@@ -25,13 +25,8 @@ def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers,
     """Up to 64 rows, the same on all ranks: the longest and the shortest, one of each shape, and others until there are
     enough.
 
-    A shape is which columns have a value, and of messages, their roles and which fields they have.
-
-    Args:
-        tables: returns the dataset in parts, each time that it is called. It has at least one row.
-
-    Returns:
-        Their numbers, ascending, and the rows.
+    A shape is which columns have a value, and of messages, their roles and which fields they have. `tables` returns the
+    dataset, which has at least one row, in parts. Returns the numbers of the rows, ascending, and the rows.
     """
     shapes, sizes, start = [], [], 0
     first: dict[int, int] = {}  # form of a message → the first row with it

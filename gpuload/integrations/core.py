@@ -28,13 +28,9 @@ LOAD_OPTIONS = ("device", "gpu_memory_limit", "verify", "progress", "token_cache
 
 
 def settings_under(key: str, given: Any, known: Collection[str]) -> dict[str, Any]:
-    """Read gpuload's section of a trainer's configuration: a mapping of any configuration library, or None.
-
-    Args:
-        key: the section's name for messages, such as "data.gpuload".
-
-    Raises:
-        OptionError: it is not a mapping, or has an unknown key (the message names the nearest known one).
+    """Read gpuload's section of a trainer's configuration, such as "data.gpuload": a mapping of any configuration
+    library, or None. An `OptionError` if it is something else, or has an unknown key (the message names the nearest
+    known one).
     """
     section = {} if given is None else plain(given)
     if not isinstance(section, Mapping):
@@ -61,14 +57,8 @@ def release_of(package: str, trainer: str) -> str:
 
 
 def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | None]:
-    """Private parts of a trainer, which any release may move.
-
-    Args:
-        names: module → what is used of it, such as "Dataset" or "Dataset.method".
-
-    Returns:
-        Name → what was imported, and which one is missing, if there is one.
-    """
+    """Private parts of a trainer, which any release may move: of module → what is used of it, such as "Dataset" or
+    "Dataset.method", name → what was imported, and which one is missing, if there is one."""
     found: dict[str, Any] = {}
     for module, wanted in names.items():
         try:
@@ -111,11 +101,7 @@ def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str
 
 def unless_unsupported(make: Callable[[], _Made], logger: logging.Logger, trainer: str) -> _Made | None:
     """The result of `make`; None where gpuload cannot do the work, and a line in the log says why the trainer's code
-    does it.
-
-    Raises:
-        DeviceError: a device that the user has named is not available, or has too little memory.
-    """
+    does it. A `DeviceError` if a device that the user has named is not available, or has too little memory."""
     try:
         return make()
     except DeviceError:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from nemo_automodel.components.datasets.llm import ChatDataset as StockDataset
 
 from gpuload.cache.token_store import DiskTokens
@@ -29,15 +28,13 @@ from gpuload.core.marks import IDS, LOSS
 from gpuload.core.options import Options
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.automodel.contract import KNOWN, NAMES
-from gpuload.integrations.automodel.masks import Chat, marked
+from gpuload.integrations.automodel.masks import Chat, marked, table_of
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import LOAD_OPTIONS, imported, log_fallback, log_own_rows, release_of, settings_under
 from gpuload.integrations.known_code import change
 from gpuload.integrations.messages.cache import RowCache, Rule, identified
 from gpuload.integrations.messages.rows import MessageRows, SharedRows, row_of, shared
-from gpuload.kinds.chats.formats import messages_column
 from gpuload.reference.reference import Reference
-from gpuload.sources.types import as_json
 
 STOCK, PROBLEM = imported(NAMES)
 
@@ -200,9 +197,7 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
             lengths = made.lengths[there]
             sample = np.unique(np.append(spread(len(there), _SAMPLE), [lengths.argmax(), lengths.argmin()]))
         else:
-            chats = [chat for chat in chats if chat.row not in others]
-            columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
-            table = pa.table(columns | {"tools": as_json([chat.tools for chat in chats])})
+            table = table_of([chat for chat in chats if chat.row not in others])
             sample, _ = covering_rows(lambda: [table])
         theirs = super().__getitem__
         return compare(there[sample].tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")

@@ -43,15 +43,17 @@ class Chat:
         return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
 
 
+def table_of(chats: Sequence[Chat]) -> pa.Table:
+    """Conversations as rows, with a column `tools` if some have any."""
+    columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
+    if any(chat.tools for chat in chats):
+        columns["tools"] = as_json([chat.tools for chat in chats])
+    return pa.table(columns)
+
+
 def marked(chats: Sequence[Chat], tokenizer: Any, blocks: bool, options: Mapping[str, Any]) -> MessageRows:
-    """Tokenize conversations, with options of `load_chats`. The template has `{% generation %}` blocks or not.
-
-    Returns:
-        A row for each, without ids for those that Automodel has to prepare itself.
-
-    Raises:
-        GpuloadError: as `load_chats`.
-    """
+    """Tokenize conversations, with options and errors of `load_chats`. The template has `{% generation %}` blocks or
+    not. Returns a row for each, without ids for those that Automodel has to prepare itself."""
     if blocks:
         ids = _loaded(chats, tokenizer, "assistant", options)
         return MessageRows(ids, dict.fromkeys(np.flatnonzero(ids.lengths == 0).tolist(), _WHY))
@@ -101,10 +103,7 @@ def _begins(ids: Ragged, part: RowNumbers, whole: RowNumbers, eos: int | None) -
 
 def _loaded(chats: Sequence[Chat], tokenizer: Any, loss_on: LossOn, options: Mapping[str, Any]) -> Ragged:
     """(n,) rows of ids with bits, none for those that cannot be tokenized, or have no token with loss."""
-    columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
-    if any(chat.tools for chat in chats):
-        columns["tools"] = as_json([chat.tools for chat in chats])
-    table = pa.table(columns | {"row": np.arange(len(chats))})
+    table = table_of(chats).append_column("row", pa.array(np.arange(len(chats))))
     given: dict[str, Any] = {"format": "messages", "loss_on": loss_on, "max_length": NO_LIMIT, "store": "memory"}
     loaded = load_chats(table, tokenizer, **given, **options)
     ids, lengths = with_loss(loaded.tokens, loaded.loss_mask.values), np.zeros(len(chats), np.int64)

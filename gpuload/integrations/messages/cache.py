@@ -69,13 +69,9 @@ class StoredRows:
 def identified(
     items: Iterable[_Item], about: Callable[[_Item], tuple[int, Any]], others: dict[int, str]
 ) -> tuple[list[_Item], bytes, int]:
-    """The rows that are JSON, which templates need; a digest of all rows; and about how many bytes they are.
-
-    Args:
-        items: rows in memory, in any form.
-        about: an item → the number of its row, and all that its ids are made of.
-        others: row → why it cannot be tokenized by columns; filled here.
-    """
+    """The rows that are JSON, which templates need; a digest of all rows; and about how many bytes they are. `about`
+    says the number of an item's row, and all that its ids are made of. `others` gets rows that cannot be tokenized by
+    columns, with the reason."""
     found, digest, nbytes = [], hashlib.blake2b(digest_size=16), 0
     for item in items:
         row, value = about(item)
@@ -120,10 +116,8 @@ class RowCache:
     """The cache of one dataset, for one start: a context manager, which removes what is unfinished.
 
     `content` is a digest of everything that rows are made of. `TokenCache.content` remembers that of a file. It is
-    computed again before rows become an entry, and must be the same.
-
-    Raises:
-        StoreError: a store on disk is asked for, and there is too little space for it.
+    computed again before rows become an entry, and must be the same. A `StoreError` if a store on disk is asked for,
+    and there is too little space for it.
     """
 
     def __init__(
@@ -241,11 +235,8 @@ class RowCache:
         columns: pa.Table | None = None,
         **counts: int,
     ) -> None:
-        """Appends rows, see `StoredRows`. They have columns always or never.
-
-        Raises:
-            StoreError: they cannot be written to a store on disk.
-        """
+        """Appends rows, see `StoredRows`, which have columns always or never; a `StoreError` if they cannot be written
+        to a store on disk."""
         part = Tokenized(
             ids=ids,
             text_sizes=np.zeros(len(ids), np.int64),

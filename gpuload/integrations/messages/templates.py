@@ -31,15 +31,8 @@ Arguments = Mapping[str, Any]  # of `apply_chat_template`, for one piece; withou
 class Template:
     """The chat template with fixed arguments of `apply_chat_template`. Compiled once enough pieces need it.
 
-    `instant` is the time of day that it sees; `without_tools` is the same without tools, if it has any.
-
-    Attributes:
-        reference: the tokenizer with these arguments.
-        program: the compiled template, or None.
-
-    Raises:
-        OptionError: an argument is not supported.
-        TokenizerError: the tokenizer has no usable chat template.
+    `instant` is the time of day that it sees; `without_tools` is the same without tools, if it has any. For errors see
+    `Templates`.
     """
 
     def __init__(
@@ -51,7 +44,7 @@ class Template:
         kwargs = plain(kwargs)
         check_template_kwargs(kwargs)
         self.reference = Reference(tokenizer, chat_template=template, template_kwargs=kwargs).at(instant)
-        self.program: ChatProgram | None = None
+        self.program: ChatProgram | None = None  # the compiled template
         self._lock, self._pieces = threading.Lock(), 0
         self._beginning_with: dict[str, Template] = {}
 
@@ -93,10 +86,6 @@ class Template:
 class Templates:
     """The chat template with all arguments that rows have, and the encoder of the texts. Threads can share it.
 
-    Attributes:
-        default: the template of pieces without further arguments.
-        encodes_rendered_text: whether the ids of a piece are the ids of its text. If not, only `encode` has them.
-
     Raises:
         OptionError: an argument is not supported.
         TokenizerError: the tokenizer has no usable chat template.
@@ -107,8 +96,9 @@ class Templates:
         self._instant = datetime.now()  # the same for all rows, in case the template prints it
         self._lock = threading.Lock()
         self._made: dict[str, Template] = {}
-        self.default = self._template({})
+        self.default = self._template({})  # for pieces without further arguments
         reference = self.default.reference
+        # Whether the ids of a piece are the ids of its text. If not, only `encode` has them.
         self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
 
     def _template(self, arguments: Arguments) -> Template:

@@ -23,7 +23,7 @@ from gpuload.integrations.core import runs
 from gpuload.integrations.messages.cache import StoredRows
 from gpuload.integrations.messages.rows import MessageRows, SharedRows, each_part, row_of, shared
 from gpuload.integrations.messages.templates import Arguments, Templates, render
-from gpuload.integrations.nemo_rl.rows import check_tokenizer
+from gpuload.integrations.nemo_rl.rows import check_tokenizer, datum_spec
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.sources.columns import Columns
 
@@ -54,12 +54,7 @@ class NemoConversations:
 
     @classmethod
     def of(
-        cls,
-        rows: StoredRows,
-        chats: "Sequence[Any] | FormattedChats",
-        raw: Sequence[Any],
-        task_name: str,
-        limit: int | None,
+        cls, rows: StoredRows, chats: "Sequence[Any] | FormattedChats", raw: Sequence[Any], name: str, limit: int | None
     ) -> "NemoConversations":
         """The rows of fewer than `limit` tokens, and those that NeMo-RL tokenizes; a `DataError` if none is kept."""
         lengths = rows.ids.lengths
@@ -68,7 +63,7 @@ class NemoConversations:
         if not kept.any():
             raise DataError(f"all {len(lengths):,} conversations have {limit} tokens or more: raise the limit")
         numbers = torch.from_numpy(np.flatnonzero(kept))
-        return cls(task_name, numbers, shared(rows.ids), rows.columns, chats, raw, rows.others)
+        return cls(name, numbers, shared(rows.ids), rows.columns, chats, raw, rows.others)
 
     @property
     def tokenized(self) -> RowNumbers:
@@ -132,16 +127,8 @@ def tokenized_conversations(
     tools: Mapping[int, Any],
     others: Mapping[int, str],
 ) -> tuple[MessageRows, pa.Table]:
-    """Tokenize n conversations by columns.
-
-    Args:
-        templates: the tokenizer with its template.
-        tools: row → its tools; others have none.
-        others: row → why NeMo-RL has to tokenize it.
-
-    Returns:
-        n rows of ids, and their columns: see `NemoConversations`.
-    """
+    """Tokenize n conversations by columns: n rows of ids, and their columns, see `NemoConversations`. `tools` are those
+    of some rows, and `others` the rows that NeMo-RL has to tokenize, with the reason."""
     rows = np.setdiff1d(np.arange(len(chats)), list(others))
     sizes = np.array([0 if row in others else len(chat) for row, chat in enumerate(chats)], np.int64)
 
@@ -167,12 +154,9 @@ def tokenized_conversations(
 def _texts(
     chats: Sequence[Any], given: Sequence[Arguments], templates: Templates, generates: bool
 ) -> tuple[pa.LargeStringArray, HostText, dict[int, str]]:
-    """The rule "difference of texts", of NeMo-RL's `get_formatted_message_log`.
-
-    Returns:
-        (m,) the texts of the messages: of each beginning without what the one before begins with. The beginnings. And
-        the conversations of which one cannot be rendered → why.
-    """
+    """The rule "difference of texts", of NeMo-RL's `get_formatted_message_log`: (m,) the texts of the messages, of each
+    beginning without what the one before begins with; the beginnings; and the conversations of which one cannot be
+    rendered → why."""
     row = np.repeat(np.arange(len(chats)), [len(chat) for chat in chats])
     beginnings = [chat[: k + 1] for chat in chats for k in range(len(chat))]
     arguments = [
@@ -252,15 +236,4 @@ class ConversationProcessor:
         if not log or "token_ids" not in log[0]:
             made: dict[str, Any] = self.own(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, **settings)
             return made
-        length = sum(len(message["token_ids"]) for message in log)
-        too_long = length >= max_seq_length
-        if too_long:
-            most = min(4, max_seq_length // len(log))
-            log = [{**message, "token_ids": message["token_ids"][:most]} for message in log]
-        return {
-            "message_log": log,
-            "length": length,
-            "extra_env_info": None,
-            "loss_multiplier": 0.0 if too_long else 1.0,
-            "idx": idx,
-        }
+        return datum_spec(log, max_seq_length, idx)

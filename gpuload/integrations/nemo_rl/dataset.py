@@ -70,19 +70,28 @@ class _TokenizedOnce:
     task_name: str
     data_config: Any
 
-    def _configure(self, tokenizer: Any, limit: Any, gpuload: Any, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        data_path: str,
+        *,
+        tokenizer: Any = None,
+        max_input_seq_length: int | None = None,
+        gpuload: Any = None,
+        **settings: Any,
+    ) -> None:
         self._options = settings_under("data.train.gpuload", gpuload, OPTIONS)
-        self._tokenizer, self._limit = plain(tokenizer), limit
+        self._tokenizer, self._limit = plain(tokenizer), max_input_seq_length
         if not isinstance(self._tokenizer, dict) or "name" not in self._tokenizer:
             raise OptionError(
                 f"data.train.tokenizer={tokenizer!r}: expected the section of the policy: set "
                 "+data.train.tokenizer=${policy.tokenizer}"
             )
-        if limit is not None and (not isinstance(limit, int) or limit < 2):
-            raise OptionError(f"data.train.max_input_seq_length={limit!r}: expected an integer > 1")
+        if self._limit is not None and (not isinstance(self._limit, int) or self._limit < 2):
+            raise OptionError(f"data.train.max_input_seq_length={self._limit!r}: expected an integer > 1")
         given = {name: settings[name] for name in _MESSAGES if name in settings}
         check_switches("data.train", given, given)
         self._messages = MessageSettings(**given)
+        super().__init__(data_path, **settings)  # type: ignore[call-arg]
 
     def set_processor(self) -> None:
         """Tokenize the rows. NeMo-RL calls this after `set_task_spec`."""
@@ -230,18 +239,6 @@ class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
         StoreError: a store on disk is asked for, and there is too little space for it, or it cannot be written.
     """
 
-    def __init__(
-        self,
-        data_path: str,
-        *,
-        tokenizer: Any = None,
-        max_input_seq_length: int | None = None,
-        gpuload: Any = None,
-        **settings: Any,
-    ) -> None:
-        self._configure(tokenizer, max_input_seq_length, gpuload, settings)
-        super().__init__(data_path, **settings)
-
 
 class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc]
     """NeMo-RL's `OpenAIFormatDataset`, for SFT. Conversations are tokenized once, by columns.
@@ -259,12 +256,6 @@ class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc
     """
 
     val_dataset = None
-
-    def __init__(
-        self, data_path: str, *, tokenizer: Any = None, max_input_seq_length: int | None = None, **settings: Any
-    ) -> None:
-        self._configure(tokenizer, max_input_seq_length, settings.pop("gpuload", None), settings)
-        super().__init__(data_path, **settings)
 
 
 def _problem(chat: Any, tools: Any) -> str | None:

@@ -48,13 +48,8 @@ def tokenized(
     limit: int | None,
     options: Mapping[str, Any],
 ) -> TokenizedPrompts:
-    """Tokenize n prompts by columns, and drop those of `limit` tokens or more, if it is not None. Options are those of
-    `gpuload.load`.
-
-    Raises:
-        DataError: prompts cannot be rendered, or all were dropped.
-        GpuloadError: as for `gpuload.load`.
-    """
+    """Tokenize n prompts by columns, and drop those of `limit` tokens or more, if it is not None. Options and errors
+    are those of `gpuload.load`; also a `DataError` if prompts cannot be rendered."""
     table = pa.table({"prompt": messages_column(conversations), "row": np.arange(len(conversations))})
     loaded = load(
         table,
@@ -94,6 +89,23 @@ def check_tokenizer(tokenizer: Any, own: tuple[Any, ...]) -> None:
         )
 
 
+def datum_spec(log: Sequence[Mapping[str, Any]], limit: int, idx: int, about: Any = None) -> dict[str, Any]:
+    """A DatumSpec of tokenized messages, as NeMo-RL makes it: those of `limit` tokens or more have no loss, and hardly
+    any tokens."""
+    length = sum(len(message["token_ids"]) for message in log)
+    too_long = length >= limit
+    if too_long:
+        most = min(4, limit // len(log))
+        log = [{**message, "token_ids": message["token_ids"][:most]} for message in log]
+    return {
+        "message_log": log,
+        "length": length,
+        "extra_env_info": about,
+        "loss_multiplier": 0.0 if too_long else 1.0,
+        "idx": idx,
+    }
+
+
 @dataclass(frozen=True)
 class PromptProcessor:
     """NeMo-RL's processor of prompts, for rows that are tokenized already."""
@@ -105,15 +117,6 @@ class PromptProcessor:
     ) -> dict[str, Any]:
         """Returns a DatumSpec, as NeMo-RL's processor does; an `OptionError` if NeMo-RL uses another tokenizer."""
         check_tokenizer(tokenizer, self.tokenizer)
-        ids = datum_dict["token_ids"]
-        length = len(ids)
-        too_long = length >= max_seq_length
-        kept = ids[: min(4, max_seq_length)] if too_long else ids
-        return {
-            "message_log": [{"role": "user", "content": datum_dict["content"], "token_ids": kept}],
-            "length": length,
-            "extra_env_info": {"ground_truth": datum_dict["ground_truth"]},
-            "loss_multiplier": 0.0 if too_long else 1.0,
-            "idx": idx,
-            "task_name": datum_dict["task_name"],
-        }
+        log = [{"role": "user", "content": datum_dict["content"], "token_ids": datum_dict["token_ids"]}]
+        made = datum_spec(log, max_seq_length, idx, {"ground_truth": datum_dict["ground_truth"]})
+        return made | {"task_name": datum_dict["task_name"]}

@@ -53,11 +53,7 @@ def import_ray() -> Any:
 
 def connect(address: str | None) -> None:
     """Connects to the cluster of an address, or of `$RAY_ADDRESS`, or a new one of this machine, unless this process is
-    connected already.
-
-    Raises:
-        GpuloadError: there is no cluster at this address.
-    """
+    connected already; a `GpuloadError` if there is no cluster at this address."""
     ray = import_ray()
     if ray.is_initialized():
         return
@@ -71,12 +67,8 @@ def connect(address: str | None) -> None:
 
 
 def workers_for(device: str, parts: int, scale: Scale) -> tuple[Workers, str]:
-    """How many workers there are for a number of parts, and the device of each, from the option.
-
-    Raises:
-        OptionError: a value is invalid.
-        DeviceError: a GPU is asked for, and the cluster has none.
-    """
+    """How many workers there are for a number of parts, and the device of each, from the option, an `OptionError` if
+    that is invalid; a `DeviceError` if a GPU is asked for, and the cluster has none."""
     ray = import_ray()
     if device not in ("auto", "cpu", "cuda"):
         raise OptionError(f"device={device!r}: Ray chooses the GPU of each worker: use 'auto', 'cpu' or 'cuda'")

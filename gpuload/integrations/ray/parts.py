@@ -60,13 +60,9 @@ class OpenedFile:
 
 
 def open_files(files: Any, options: Options) -> list[OpenedFile]:
-    """Opens files by their footers. JSON files are read as a whole: they do not say what columns they have.
-
-    Raises:
-        OptionError: a frame is given.
-        SourceError: a file cannot be found or read.
-        DataError: there are no rows.
-    """
+    """Opens files by their footers. JSON files are read as a whole: they do not say what columns they have. An
+    `OptionError` if a frame is given, a `SourceError` if a file cannot be found or read, a `DataError` if there are no
+    rows."""
     if is_frame(files):
         raise OptionError(
             f"files is a {type(files).__name__} in memory: workers read files. Write it to a parquet file on storage "
@@ -100,16 +96,19 @@ def state_of(source: Source) -> bytes:
 
 
 def open_part(part: FilePart, cache_dir: str | None, only: str | None = None) -> Source:
-    """Opens a part of a file for reading, wherever the file is, or `only` one column of it, if it is a parquet file.
-
-    Raises:
-        SourceError: the file cannot be read, or is not the one that was found.
-    """
-    file = here(part.place, cache_dir, read_in_place=True)
-    whole = open_file(file)
-    if state_of(whole) != part.state:
-        raise changed(file.name)
+    """Opens a part of a file for reading, wherever the file is, or `only` one column of it, if it is a parquet file; a
+    `SourceError` if the file cannot be read, or is not the one that was found."""
+    file, whole = _opened_again(part, cache_dir)
     return whole if part.groups is None else open_file(file, groups=part.groups, only=only)
+
+
+def _opened_again(part: FilePart, cache_dir: str | None) -> tuple[SourceFile, Source]:
+    """The whole file of a part; a `SourceError` if it is not the one that was found."""
+    file = here(part.place, cache_dir, read_in_place=True)
+    source = open_file(file)
+    if state_of(source) != part.state:
+        raise changed(file.name)
+    return file, source
 
 
 def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> list[FilePart]:
@@ -130,15 +129,9 @@ def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> l
 
 
 def part_digests(parts: Sequence[FilePart], column: str, cache_dir: str | None) -> tuple[bytes, list[bytes]]:
-    """The digest of a column of a file, as `Source.content` returns it, and those of all its parts.
-
-    Raises:
-        SourceError: the file cannot be read, or is not the one that was found.
-    """
-    file = here(parts[0].place, cache_dir, read_in_place=True)
-    source = open_file(file)
-    if state_of(source) != parts[0].state:
-        raise changed(file.name)
+    """The digest of a column of a file, as `Source.content` returns it, and those of all its parts; a `SourceError` if
+    the file cannot be read, or is not the one that was found."""
+    file, source = _opened_again(parts[0], cache_dir)
     if parts[0].groups is None:
         assert source.content is not None
         digest = source.content(column)

@@ -134,8 +134,9 @@ class PieceActor:
     def _write(self, piece: Piece, plan: EntryPlan) -> None:
         """Tokenizes a piece, and writes it into the store."""
         with _temporary_directory() as directory:
+            own = self._tokenizing.work.options
             options = replace(
-                self._tokenizing.work.options,
+                own,
                 max_prompt_length=NO_LIMIT,
                 filter_overlong_prompts=False,
                 verify=plan.verify,
@@ -145,7 +146,7 @@ class PieceActor:
                 store="memory",
             )
             part = piece.part
-            source = open_part(part, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            source = open_part(part, own.cache_dir, only=options.prompt_key)
             if isinstance(source.file, RemoteFile) and source.file.has_version:  # its pages would be transferred twice
                 source = replace(source, content=lambda *_: piece.content)
             source = self._tokenizing.work.kind.column(source, options, self._tokenizing.reference)
@@ -163,11 +164,8 @@ _temporary_directory = partial(tempfile.TemporaryDirectory, prefix="gpuload-", i
 
 
 def join(store: SharedStore, plan: EntryPlan) -> None:
-    """Makes an entry of its pieces, if all of them are there, and removes them. Another worker may do so meanwhile.
-
-    Raises:
-        StoreError: the store cannot be read or written, or a piece is damaged. It is removed then.
-    """
+    """Makes an entry of its pieces, if all of them are there, and removes them. Another worker may do so meanwhile. A
+    `StoreError` if the store cannot be read or written, or a piece is damaged, which is removed then."""
     names = {piece.name for piece in plan.pieces}
     if is_complete(store, plan) or (names <= store.names(plan.folder) and _joined(store, plan)):
         store.remove(plan.folder)

@@ -48,11 +48,8 @@ class Work:
 
 
 class Tokenizing:
-    """The tokenizer (`reference`) and the engine of a process, and what it makes of parts.
-
-    Raises:
-        GpuloadError: this process does not make the same ids as the driver.
-    """
+    """The tokenizer (`reference`) and the engine of a process, and what it makes of parts; a `GpuloadError` if it does
+    not make the same ids as the driver."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -79,16 +76,15 @@ class Tokenizing:
             job = Job(self.work.kind, [source], self.reference, options, started)
             return run(job, build_engine=lambda _options, _reference, exact: self._engine(exact or exact_only))
 
-        try:
+        for exact_only in (False, True):
             try:
-                dataset = load(False)
+                dataset = load(exact_only)
+                return dataset, dataset.report
             except NoRowsError as error:
-                if not error.report.check.mismatches:
-                    raise
-                dataset = load(True)
-        except NoRowsError as error:
-            return None, error.report
-        return dataset, dataset.report
+                report = error.report
+                if not report.check.mismatches:
+                    break
+        return None, report
 
     def part(self, part: FilePart) -> tuple[pa.Table, Report]:
         """The rows of a part that were kept, in order, and the report."""

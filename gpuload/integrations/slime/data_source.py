@@ -62,14 +62,14 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
     """The dataset; None if slime makes it, or if there is none."""
     if not args.rollout_global_dataset or args.prompt_data is None:
         return None
+    own = "slime's own dataset"
     found, problem = imported(NAMES)
     problem = problem or contract_problem(found["Dataset"], found["Sample"])
     if problem is not None:
-        log_fallback(logger, "slime's own dataset", problem)
+        log_fallback(logger, own, problem)
         return None
     from gpuload.integrations.slime.preparation import prepare
 
-    own = "slime's own dataset"
     opened = unless_unsupported(lambda: _opened(args, found), logger, own)
     if opened is None:
         return None

@@ -40,15 +40,7 @@ Rule = Callable[[pa.Array, Sequence[Arguments]], MessageRows]
 
 
 class MaskedConversations:
-    """n conversations with one of slime's loss masks.
-
-    Attributes:
-        templates: the tokenizer with its template.
-        settings: what decides ids and masks, in addition to the rows and the tokenizer.
-
-    Raises:
-        DataError: slime has to tokenize all rows.
-    """
+    """n conversations with one of slime's loss masks; a `DataError` if slime has to tokenize all rows."""
 
     def __init__(self, args: Any, tokenizer: Any, samples: SampleColumns):
         kind = args.loss_mask_type
@@ -69,6 +61,7 @@ class MaskedConversations:
         self._kind, self.templates = kind, Templates(tokenizer)
         if kind in ("qwen3_5", "distill_qwen") and not self.templates.encodes_rendered_text:
             raise DataError("the tokenizer class changes how texts are encoded")
+        # What decides ids and masks, in addition to the rows and the tokenizer.
         self.settings = {
             "loss_mask_type": kind,
             "system_message_length": self._generator.system_message_length,
@@ -76,12 +69,8 @@ class MaskedConversations:
         }
 
     def rows(self) -> MessageRows:
-        """Ids of all rows, with a bit for loss (`gpuload.core.marks`).
-
-        Raises:
-            DataError: slime has to tokenize all rows.
-            GpuloadError: as for `load_chats`.
-        """
+        """Ids of all rows, with a bit for loss (`gpuload.core.marks`); a `DataError` if slime has to tokenize all
+        rows."""
         if self._kind == "qwen3_5":
             rule = by_markers(self.templates)
         elif self._kind == "distill_qwen":

@@ -159,12 +159,8 @@ def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], mad
 
 
 def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged | DiskTokens:
-    """The ids of conversations, with a bit for loss, of which some were compared with slime's.
-
-    Raises:
-        DataError: slime has to tokenize all rows.
-        GpuloadError: as for `gpuload.load_chats`.
-    """
+    """The ids of conversations, with a bit for loss, of which some were compared with slime's; a `DataError` if slime
+    has to tokenize all rows, and others as of `gpuload.load_chats`."""
     stock, missing = imported(SFT_NAMES)
     if missing is not None:
         raise DataError(missing)

@@ -19,16 +19,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_rows(path: str, rows: slice | None, prompt_key: str, others: Sequence[str]) -> Source:
-    """Opens some rows of a .parquet or .jsonl file, with the column of prompts, and those others that it has.
-
-    Raises:
-        DataError: slime reads the file in another way, or rejects it.
-        SourceError: it cannot be read.
-    """
+    """Opens some rows of a .parquet or .jsonl file, with the column of prompts, and those others that it has; a
+    `DataError` if slime reads the file in another way, or rejects it, and a `SourceError` if it cannot be read."""
     if not path.endswith((".parquet", ".jsonl")):
         raise DataError(f"{path}: slime reads .parquet and .jsonl files")
-    is_json = path.endswith(".jsonl")
-    if is_json:
+    if is_json := path.endswith(".jsonl"):
         _check_json_lines(path)
     source = open_file(SourceFile(path, path, "json" if is_json else "parquet"), index_columns=True)
     check_prompt_column(source, prompt_key)
@@ -93,11 +88,11 @@ def check_tools(source: Source, name: str) -> Any:
     if column.null_count:
         raise DataError(f"{source.name}: column {name!r} has nulls, or lines without it")
     if not is_list(column.type):
-        texts = column.combine_chunks()
-        texts = texts.storage if column.type == JSON_TYPE else texts
-        distinct = pc.unique(texts) if not pa.types.is_struct(texts.type) else texts
+        distinct = column.combine_chunks()
         if column.type == JSON_TYPE:
-            distinct = pa.ExtensionArray.from_storage(JSON_TYPE, distinct)
+            distinct = pa.ExtensionArray.from_storage(JSON_TYPE, pc.unique(distinct.storage))
+        elif not pa.types.is_struct(column.type):
+            distinct = pc.unique(distinct)
         for value in to_python(distinct):
             try:
                 valid = isinstance(tools_of(value), list)

@@ -89,18 +89,12 @@ class LazySamples(Sequence[Sample]):
 
 
 class SampleDataset:
-    """slime's `Dataset`, as slime's data source uses it.
-
-    Attributes:
-        samples: in the order of the epoch.
-        origin_samples: in the order of the file.
-        epoch_id: that `samples` were shuffled for; -1 before.
-    """
+    """slime's `Dataset`, as slime's data source uses it: samples in the order of the epoch, and in that of the file."""
 
     def __init__(self, columns: SampleColumns, seed: int):
         self._columns = columns
         self.samples = self.origin_samples = LazySamples(columns)
-        self.epoch_id = -1
+        self.epoch_id = -1  # not shuffled yet
         self.seed = seed
 
     def shuffle(self, new_epoch_id: int) -> None:

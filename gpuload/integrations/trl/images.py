@@ -139,11 +139,7 @@ def _trainer_of(names: Collection[str]) -> Trainer:
 
 
 class _TrlLengths:
-    """Lengths of rows as TRL makes them; see `fitting`. `key` is the column with images.
-
-    Attributes:
-        reasons: why rows cannot be used → how many.
-    """
+    """Lengths of rows as TRL makes them; see `fitting`. `key` is the column with images."""
 
     def __init__(
         self, dataset: Any, processor: Any, key: str, trainer: Trainer, template: str | None, kwargs: Mapping[str, Any]
@@ -156,7 +152,7 @@ class _TrlLengths:
         collator = DataCollatorForVisionPreference if trainer == "dpo" else DataCollatorForVisionLanguageModeling
         self._collator = collator(processor, **({} if trainer == "dpo" else more))  # TRL 1.14 knows no template
         self._by_trl: dict[int, int] = {}
-        self.reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()  # why rows cannot be used → how many
 
     def of_part(self, first: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Of some rows from `first` on; -1 where only TRL knows."""

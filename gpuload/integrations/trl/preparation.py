@@ -130,12 +130,8 @@ def _log_ignored(call: Call, dataset: Any) -> None:
 
 
 def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any) -> Any:
-    """The prepared dataset, or why there is none.
-
-    Args:
-        rows: of the sample.
-        expected: the sample as TRL prepares it, also where a file is found: all ranks wait for each other in it.
-    """
+    """The prepared dataset, or why there is none. `expected` is the sample, those `rows`, as TRL prepares it, also
+    where a file is found: all ranks wait for each other in it."""
     names, features = expected.column_names, expected.features
     schema = features.arrow_schema
     file = file_of(call, dataset)

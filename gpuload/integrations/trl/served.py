@@ -29,11 +29,8 @@ logger = logging.getLogger("gpuload.integrations.trl")
 
 
 def served_options(args: Any) -> dict[str, Any]:
-    """The options of `load_chats` that `dataset_kwargs` of a configuration has; none of them: rows are TRL's.
-
-    Raises:
-        OptionError: they are not for rows as served, or a key is neither one of them nor one of TRL's.
-    """
+    """The options of `load_chats` that `dataset_kwargs` of a configuration has; none of them: rows are TRL's. An
+    `OptionError` if they are not for rows as served, or a key is neither one of them nor one of TRL's."""
     given = dict(getattr(args, "dataset_kwargs", None) or {})
     options = {name: given.pop(name) for name in _NAMES if name in given}
     if not options:
@@ -56,11 +53,8 @@ def prepare_served(call: Call, steps: Steps, options: dict[str, Any]) -> Any:
     """The rows as served of a dataset: `input_ids`, `labels`, `conversation` and `turn`, packed if the configuration
     says so.
 
-    All ranks take the same way, as in `preparation.prepare`.
-
-    Raises:
-        OptionError: the configuration cannot be kept with rows as served.
-        DataError: no rows are left, or the dataset has no conversations.
+    All ranks take the same way, as in `preparation.prepare`. An `OptionError` if the configuration cannot be kept with
+    rows as served, a `DataError` if no rows are kept, or the dataset has no conversations.
     """
     if why := _problem(call):
         raise OptionError(f"turns='served': {why}")

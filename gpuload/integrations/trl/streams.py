@@ -59,10 +59,7 @@ class _BatchSteps:
     """A batch of rows → the same rows as TRL prepares them, without those that it drops.
 
     The call is one with a stream with explicit prompts, which is neither packed nor shuffled, and begins with the
-    sample.
-
-    Attributes:
-        expected: these rows as TRL prepares them, without the column that depends on other rows.
+    sample: `expected` are these rows as TRL prepares them, without the column that depends on other rows.
     """
 
     def __init__(self, call: Call, steps: Steps, sample: Sequence[Row]):
@@ -102,9 +99,8 @@ class _BatchSteps:
 def prepare_stream(call: Call, steps: Steps, change: str | None) -> Any:
     """The prepared stream; a `DataError` if TRL has to prepare it. More rows than usual are compared because of a
     `change`."""
-    why = None if call.given["dataset"]._formatting is None else "it has a format"
-    if why is not None:
-        raise DataError(why)
+    if call.given["dataset"]._formatting is not None:
+        raise DataError("it has a format")
     stream = steps.explicit(call, call.given["dataset"])
     schema = schema_of(stream)
     if "chat_template_kwargs" in schema.names:
