@@ -44,7 +44,7 @@ from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
-from gpuload.sources.urls import is_url
+from gpuload.sources.urls import changed, is_url
 
 LEAST_BYTES = 4 << 20
 """Bytes of prompts from which a load caches ids if the tokenizer is an object, which takes a tenth of a second to
@@ -283,8 +283,6 @@ class TokenCache:
         with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
             content = expected and self.content(source, self.of_prompts(source))
         if content != expected:
-            from gpuload.sources.remote import changed
-
             raise changed(source.name)
 
     def accept(self, source: Source, writer: EntryWriter) -> Path:

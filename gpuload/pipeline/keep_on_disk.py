@@ -38,7 +38,8 @@ from gpuload.pipeline.room import share
 from gpuload.pipeline.stream import Parts
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
-from gpuload.sources.remote import RemoteFile, changed
+from gpuload.sources.remote import RemoteFile
+from gpuload.sources.urls import changed
 
 _ROW_BYTES = 32  # offsets and sizes of a row
 

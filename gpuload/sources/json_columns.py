@@ -25,8 +25,9 @@ from gpuload.core.memory import garbage_collection_paused
 from gpuload.sources.columns import to_python
 from gpuload.sources.json_rows import JsonPiece, Row, UnclearError, pieces_of, read_blocks, rows_of, text_of, value_of
 from gpuload.sources.local import LocalFile
-from gpuload.sources.remote import RemoteFile, changed
+from gpuload.sources.remote import RemoteFile
 from gpuload.sources.types import JSON_TYPE, as_json, json_type
+from gpuload.sources.urls import changed
 
 _AS_TEXT = frozenset(("tools",))
 """Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""

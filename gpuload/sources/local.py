@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pyarrow as pa
 
-from gpuload.core.errors import SourceError
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.urls import changed
 
 if TYPE_CHECKING:
     from gpuload.sources.remote import RemoteFile
@@ -41,17 +41,12 @@ class LocalFile:
         try:
             about = os.stat(self.path)
         except OSError as error:
-            raise self._changed() from error
+            raise changed(self.name) from error
         self._compare(about)
 
     def _compare(self, about: os.stat_result) -> None:
         if _state(about) != self.state:
-            raise self._changed()
-
-    def _changed(self) -> SourceError:
-        from gpuload.sources.remote import changed
-
-        return changed(self.name)
+            raise changed(self.name)
 
 
 @contextmanager

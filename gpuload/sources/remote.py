@@ -1,6 +1,7 @@
 """Remote parquet files that are read in place: only the bytes that are needed, and nothing is downloaded to a disk."""
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,15 +9,10 @@ from typing import Any, BinaryIO, cast
 
 from gpuload.core.errors import SourceError
 from gpuload.sources.places import FilePlace, tried
-from gpuload.sources.urls import reason_of
+from gpuload.sources.urls import changed, reason_of
 
 _BLOCK = 8 << 20  # bytes of one request at least
 _BLOCKS = 8  # of one open file: columns that are read in turns
-
-
-def changed(name: str) -> SourceError:
-    """The error for a file that did not stay the same."""
-    return SourceError(f"{name}: the file was changed while it was loaded: load it again when it is complete")
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class RemoteFile:
         return SourceError(f"{self.name}: reading failed: {reason_of(error)}: check the connection, and load again")
 
 
-class _Reader:
+class _Reader(io.RawIOBase):
     """A file object that reads blocks ahead, several at a time, because columns of a row group are read in turns: the
     number of requests is bounded by the bytes that are read, and by the number of places at which reading begins.
     `failed` makes errors that say which file it is."""
@@ -76,7 +72,6 @@ class _Reader:
         self._raw, self._failed = raw, failed
         self._size, self._at = int(raw.seek(0, 2)), 0
         self._blocks: list[tuple[int, bytes]] = []  # where they begin, and their bytes; the last used one last
-        self.closed = False
 
     def read(self, size: int = -1) -> bytes:
         end = self._size if size < 0 else min(self._at + size, self._size)
@@ -117,23 +112,11 @@ class _Reader:
     def tell(self) -> int:
         return self._at
 
-    def close(self) -> None:
-        self.closed = True
-
-    @staticmethod
-    def readable() -> bool:
+    def readable(self) -> bool:
         return True
 
-    @staticmethod
-    def seekable() -> bool:
+    def seekable(self) -> bool:
         return True
-
-    @staticmethod
-    def writable() -> bool:
-        return False
-
-    def flush(self) -> None:
-        pass
 
 
 def in_place(place: FilePlace) -> RemoteFile | None:

@@ -1,8 +1,10 @@
-"""URLs and errors of file systems, without what may be secret."""
+"""URLs and errors of file systems, without what may be secret; the error for a file that has changed."""
 
 import hashlib
 import re
 from urllib.parse import urlsplit
+
+from gpuload.core.errors import SourceError
 
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
@@ -28,6 +30,11 @@ def _without_secrets(url: str) -> str:
     secret = parts.query + parts.fragment
     digest = f"?redacted-{hashlib.sha256(secret.encode(errors='replace')).hexdigest()[:8]}" if secret else ""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{digest}"
+
+
+def changed(name: str) -> SourceError:
+    """The error for a file that did not stay the same."""
+    return SourceError(f"{name}: the file was changed while it was loaded: load it again when it is complete")
 
 
 def reason_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from gpuload.sources.footer import digests_of_parts
 from gpuload.sources.frames import is_frame
 from gpuload.sources.parallel import row_group_parts
 from gpuload.sources.read import Source, open_file
-from gpuload.sources.remote import changed
+from gpuload.sources.urls import changed
 
 _THREADS = 16  # for footers, which are mostly waited for
 
@@ -49,14 +49,12 @@ class OpenedFile:
     source: Source  # its columns and its number of rows
     groups: tuple[int, ...] | None  # number of rows of each row group; None for JSON
 
-    def parts(self, number: int, least: int) -> list[FilePart]:
-        """Its parts, of at least so many rows, except for the last one."""
-        state, rows = state_of(self.source), self.source.num_rows
+    def parts(self, least: int) -> list[tuple[range | None, range]]:
+        """Row groups and rows of its parts, which have at least so many rows, except for the last one."""
         if self.groups is None:
-            return [FilePart(self.place, number, None, range(rows), rows, state)] if rows else []
+            return [(None, range(self.source.num_rows))]
         starts = list(accumulate(self.groups, initial=0))
-        parts = [(g, range(starts[g.start], starts[g.stop])) for g in row_group_parts(self.groups, least)]
-        return [FilePart(self.place, number, g, r, len(r), state) for g, r in parts if r]
+        return [(g, range(starts[g.start], starts[g.stop])) for g in row_group_parts(self.groups, least)]
 
 
 def open_files(files: Any, options: Options) -> list[OpenedFile]:
@@ -118,12 +116,11 @@ def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> l
     left = max_rows if max_rows > 0 else sum(file.source.num_rows for file in opened)
     before = 0
     for number, file in enumerate(opened):
-        for part in file.parts(number, least):
-            if left <= 0:
-                return parts
-            take = min(left, len(part.rows))
-            left -= take
-            parts.append(replace(part, take=take, before=before))
+        state = state_of(file.source)
+        for groups, rows in file.parts(least):
+            if take := min(left, len(rows)):
+                parts.append(FilePart(file.place, number, groups, rows, take, state, before))
+                left -= take
         before += file.source.num_rows
     return parts
 

@@ -28,7 +28,8 @@ from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.options import NO_LIMIT, Verify
 from gpuload.integrations.ray.parts import FilePart, open_part
 from gpuload.integrations.ray.worker import Tokenizing, Work
-from gpuload.sources.remote import RemoteFile, changed
+from gpuload.sources.remote import RemoteFile
+from gpuload.sources.urls import changed
 
 _NO_BOUND = 1 << 62
 

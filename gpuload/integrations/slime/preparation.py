@@ -121,18 +121,16 @@ def _tokenized(
     """Samples with ids, and the (n,) numbers of their rows."""
     limit = args.rollout_max_prompt_len
     constants = dict(args.apply_chat_template_kwargs or {}) | ({} if tools is None else {"tools": tools})
-    options = Options.parse(
-        settings
-        | {
-            "prompt_key": args.input_key,
-            "max_prompt_length": Options.max_prompt_length if limit is None else limit,
-            "filter_overlong_prompts": limit is not None,
-            "return_full_prompt": True,
-            "apply_chat_template_kwargs": constants if args.apply_chat_template else {},
-            "chat_template": "default" if args.apply_chat_template else None,
-            "pad_token_id": 0,  # nothing is padded, and not all tokenizers have a padding token
-        }
-    )
+    own = {
+        "prompt_key": args.input_key,
+        "max_prompt_length": Options.max_prompt_length if limit is None else limit,
+        "filter_overlong_prompts": limit is not None,
+        "return_full_prompt": True,
+        "apply_chat_template_kwargs": constants if args.apply_chat_template else {},
+        "chat_template": "default" if args.apply_chat_template else None,
+        "pad_token_id": 0,  # nothing is padded, and not all tokenizers have a padding token
+    }
+    options = Options.parse(settings | own)
     reference = reference_of(tokenizer, options)
     if reference.uses_template and (reference.sanitizes or not reference.encodes_rendered_text):
         raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")

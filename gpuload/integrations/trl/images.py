@@ -116,12 +116,8 @@ def fitting(
         found[row] = lengths.by_trl(row)
     keep = (found >= 0) & (found <= max_length)
     unusable = "".join(f"; {count:,} cannot be used: {why}" for why, count in lengths.reasons.most_common(5))
-    logger.info(
-        "gpuload: %s of %s rows have at most %s tokens, as %s counts them%s",
-        *(f"{count:,}" for count in (int(keep.sum()), len(keep), max_length)),
-        _NAMES[trainer],
-        unusable,
-    )
+    kept = f"{int(keep.sum()):,} of {len(keep):,} rows have at most {max_length:,} tokens"
+    logger.info("gpuload: %s, as %s counts them%s", kept, _NAMES[trainer], unusable)
     if not keep.any():
         raise DataError(
             f"none of {len(keep):,} rows has at most {max_length} tokens, as {_NAMES[trainer]} counts them{unusable}"
