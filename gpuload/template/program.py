@@ -245,13 +245,13 @@ def describe_shape(shape: Shape) -> str:
     return ", ".join(words)
 
 
-def describe_tree(tree: Tree, indent: str = "  ") -> str:
+def describe_tree(tree: Tree) -> str:
     """Format a tree as indented text, one line per node."""
     lines: list[str] = []
     stack = [(0, 0, "")]
     while stack:
         at, depth, word = stack.pop()
-        node, margin = tree.nodes[at], indent * (depth + 1) + word
+        node, margin = tree.nodes[at], "  " * (depth + 1) + word
         if isinstance(node, Branch):
             lines.append(f"{margin}if {node.predicate}")
             stack += [(node.no, depth + 1, "else "), (node.yes, depth + 1, "then ")]

@@ -9,6 +9,7 @@ Runs know nothing of each other. Each makes the pieces in a random order, and lo
 there; so two runs at the same time share the work. A piece or an entry that both begin at the same time is made twice.
 """
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -146,9 +147,7 @@ def check_prepared(done: Prepared) -> None:
 def _plans(opened: Sequence[OpenedFile], parts: Sequence[FilePart], make: Any, options: Options) -> Iterator[EntryPlan]:
     """The entries of all files that have rows. Files with the same prompts have the same entry, which is made once."""
     ray = import_ray()
-    of_file: dict[int, list[FilePart]] = {}
-    for part in parts:
-        of_file.setdefault(part.file, []).append(part)
+    of_file = {file: list(some) for file, some in itertools.groupby(parts, lambda part: part.file)}
     digest = ray.remote(num_cpus=1, max_retries=-1)(part_digests)
     numbers, seen = list(of_file), set()
     for at in range(0, len(numbers), _WINDOW):
