@@ -83,8 +83,8 @@ def log_own_rows(logger: logging.Logger, trainer: str, reasons: Counter[str], to
     """Say how many of all rows the trainer prepares itself, if there are any: reason → number of rows."""
     if reasons:
         named = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(3))
-        rows = f"{reasons.total():,} of {total:,} rows"
-        logger.warning("gpuload: %s prepares %s itself, when they are read: %s", trainer, rows, named)
+        counts = f"{reasons.total():,}", f"{total:,}"
+        logger.warning("gpuload: %s prepares %s of %s rows itself, when they are read: %s", trainer, *counts, named)
 
 
 def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str) -> None:

@@ -139,8 +139,8 @@ class _TokenizedOnce:
         if isinstance(made, str):
             return made
         if dropped := len(rows) - len(made):
-            count = f"{dropped:,} of {len(rows):,} rows"
-            logger.warning("gpuload: dropped %s with max_input_seq_length=%s tokens or more", count, self._limit)
+            message = "gpuload: dropped %s of %s rows with max_input_seq_length=%s tokens or more"
+            logger.warning(message, f"{dropped:,}", f"{len(rows):,}", self._limit)
         return made
 
     def _prompts(self, rows: Any, tokenizer: Any, kwargs: Any) -> TokenizedPrompts | str:
