@@ -99,8 +99,9 @@ class _BatchSteps:
 def prepare_stream(call: Call, steps: Steps, change: str | None) -> Any:
     """The prepared stream; a `DataError` if TRL has to prepare it. More rows than usual are compared because of a
     `change`."""
-    if call.given["dataset"]._formatting is not None:
-        raise DataError("it has a format")
+    why = None if call.given["dataset"]._formatting is None else "it has a format"
+    if why is not None:
+        raise DataError(why)
     stream = steps.explicit(call, call.given["dataset"])
     schema = schema_of(stream)
     if "chat_template_kwargs" in schema.names:
