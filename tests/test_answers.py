@@ -491,6 +491,24 @@ SILENT = LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("assistant", f"<|me
 """Between results and the text behind them is a header; but calls and results are not separated by any literal."""
 
 
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+SUMMARY = "<|im_start|>summary\n{{ %s }}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP.replace("messages", "messages | reverse") + TURN + END + prompt("<|im_start|>assistant\n"),
+        LOOP + TURN + END + SUMMARY % "messages[-1].content" + prompt("<|im_start|>assistant\n"),
+        LOOP + TURN + END + SUMMARY % "messages[-1].content | trim" + prompt("<|im_start|>assistant\n"),
+    ],
+)
+def test_answers_that_are_printed_twice_or_in_another_order_are_unknown(bos: Any, template: str) -> None:
+    assert Answers(call_of(bos, LOOP + TURN + END + prompt("<|im_start|>assistant\n")), "assistant").turns
+    with pytest.raises(TokenizerError, match="it prints an answer twice, or behind a later message: pass a chat_temp"):
+        Answers(call_of(bos, template), "assistant")
+
+
 def test_rows_with_unknown_answers_are_dropped_and_counted(qwen: Any, tmp_path: Path) -> None:
     template = SILENT.replace(f"<|me|>{SAY}", AFTER_USER + SAY)
     unknown = [user("Q"), calling({"x": "V"}), result("R"), answer("A")]

@@ -47,6 +47,11 @@ def test_python_objects(kind: pa.DataType, data: st.DataObject) -> None:
         assert repr(as_scalar(value, kind)) == repr(pa.scalar(value, kind))
 
 
+def test_zero_keeps_its_sign() -> None:
+    kind = pa.list_(pa.struct([("x", pa.float64())]))
+    assert repr(as_arrow([[{"x": -0.0}, None], None], kind).to_pylist()) == "[[{'x': -0.0}, None], None]"
+
+
 @pytest.mark.parametrize(
     ("values", "kind"),
     [

@@ -163,13 +163,17 @@ def test_special_values() -> None:
         ([{"a": {"b": [{"c": 1}]}}, {"a": {"b": [{"c": 2}, {"c": 3}]}}], True),
         ([{"a": {"b": [{"c": 1}]}}, {"a": {"b": [{"c": 2}, {"d": 3}]}}], False),
         ([1, 2.5], False),
+        ([-0.0, 0.0, None, 1.5], True),
+        ([{"x": [-0.0]}], True),
         ([[1], "a"], False),
     ],
 )
 def test_arrow_has_what_it_does_not_change(cells: list[Any], typed: bool) -> None:
     table, _ = table_of("\n".join(json.dumps({"a": cell}) for cell in cells).encode())
     assert (table.schema.field("a").type != JSON_TYPE) == typed
-    assert to_python(table["a"].combine_chunks()) == cells
+    found = to_python(table["a"].combine_chunks())
+    assert found == cells
+    assert json.dumps(found) == json.dumps(cells)  # 0.0 equals -0.0
 
 
 # -- in pieces -------------------------------------------------------------------------------------------------------

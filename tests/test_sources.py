@@ -287,6 +287,14 @@ def test_a_name_that_is_not_utf8_is_an_error_that_can_be_printed(tmp_path: Path,
     assert "no file matches" in message(os.path.join(tmp_path, "\udce9.parquet"), cache)
 
 
+def test_a_name_that_the_locale_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "ü.jsonl").write_text("{}")
+    program = "import sys, gpuload\ntry: gpuload.load(sys.argv[1], 'none')\nexcept Exception as error: print(error)"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, env=os.environ | locale)
+    assert b"the locale has no UTF-8, so this name cannot be read: set PYTHONUTF8=1" in done.stdout, done
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("x" * 300 + ".parquet", "File name too long"), ("a\0b.parquet", "no file matches")]
 )

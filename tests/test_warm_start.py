@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tokenizer_cases import small_tokenizer
 import gpuload
 from gpuload.cache import known_files as known
 from gpuload.cache import known_tokenizer
+from gpuload.core.errors import TokenizerError
 from gpuload.core.options import Store
 
 WARM = """
@@ -191,3 +193,48 @@ def test_damaged_facts_are_made_again(
             same(warm, cold)
             assert warm.pad_token_id == cold.pad_token_id
             assert file.read_bytes() == whole
+
+
+@pytest.fixture
+def same_rows(settled: str, write: Callable[..., str], warm_cache: Path) -> str:
+    """A file with rows, whose ids are cached by a load with the tokenizer of `settled`."""
+    path = write([user("hello world")] * 3)
+    gpuload.load(path, settled)
+    return path
+
+
+def test_the_tokenizer_is_opened_where_it_was(
+    settled: str, same_rows: str, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(settled)
+    monkeypatch.chdir(folder.parent)
+    expected = gpuload.load(same_rows, folder.name, token_cache=False).decode(0)
+    found = gpuload.load(same_rows, folder.name)
+    assert found.report.from_cache
+    another = tmp_path / "run"
+    small_tokenizer("{{ messages[0].content }}").save_pretrained(another / folder.name)
+    monkeypatch.chdir(another)
+    assert found.decode(0) == expected
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_tokenizer_that_was_changed_is_not_opened(settled: str, same_rows: str, gone: bool) -> None:
+    found = gpuload.load(same_rows, settled)
+    assert found.report.from_cache
+    if gone:
+        shutil.rmtree(settled)
+    else:
+        small_tokenizer("{{ messages[0].content }}").save_pretrained(settled)
+    with pytest.raises(TokenizerError, match="the tokenizer was changed since the load: load again"):
+        found.decode(0)
+
+
+def test_a_template_behind_a_link_is_read_each_time(
+    settled: str, write: Callable[..., str], warm_cache: Path, tmp_path: Path
+) -> None:
+    path, template = write([user("hello world")] * 3), tmp_path / "templates" / "other.jinja"
+    template.parent.mkdir()
+    (Path(settled) / "additional_chat_templates").symlink_to(template.parent)
+    for text in ("one ", "two "):
+        template.write_text(text + "{{ messages[0].content }}")
+        assert gpuload.load(path, settled, chat_template="other").decode(0) == text + "hello world"

@@ -17,6 +17,7 @@ from typing import Any, Self
 from gpuload.cache.directory import digests_directory
 from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
 from gpuload.cache.known_files import SETTLED, read_facts, write_facts
+from gpuload.core.errors import TokenizerError
 from gpuload.core.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
@@ -33,13 +34,17 @@ class KnownReference(Reference):
 
     by_name = True
 
-    def __init__(self, open_tokenizer: Callable[[], Reference], **own: Any):
-        self._open = open_tokenizer
+    def __init__(self, **own: Any):
         vars(self).update(own)
 
-    def know(self, facts: Mapping[str, Any]) -> Self:
+    def know(self, facts: Mapping[str, Any], open_tokenizer: Callable[[], Reference]) -> Self:
         """The same, with what is remembered."""
-        self._facts, self.name, self.uses_template = facts, facts["name"], facts["uses_template"]
+        self._open, self._facts, self.name, self.uses_template = (
+            open_tokenizer,
+            facts,
+            facts["name"],
+            facts["uses_template"],
+        )
         return self
 
     @cached_property
@@ -84,11 +89,30 @@ def known_kind(kind: type[Reference]) -> type[KnownReference]:
 def open_known(tokenizer: Any, options: Options, kind: type[Reference] = Reference, **own: Any) -> Reference:
     """The tokenizer of a load, as a kind of reference; one that is remembered is opened when it is needed. `own` is
     what this kind takes in addition, and keeps under the same names."""
-    open_tokenizer = partial(kind, tokenizer, **own, **options.of_tokenizer())
-    known = known_kind(kind)(open_tokenizer, **own)
+    known = known_kind(kind)(**own)
     path = _facts_path(tokenizer, options, kind, known.variant)
     facts = read_facts(path) if path is not None else None
-    return open_tokenizer() if facts is None else known.know(facts)
+    if path is None or facts is None:
+        return kind(tokenizer, **own, **options.of_tokenizer())
+    # The process may be in another directory when the tokenizer is opened, and its files may be others.
+    return known.know(facts, partial(_open_again, _absolute(tokenizer), options, kind, own, known.variant, path))
+
+
+def _open_again(
+    tokenizer: Path, options: Options, kind: type[Reference], own: Mapping[str, Any], variant: str, path: Path
+) -> Reference:
+    """The tokenizer of which something was remembered at this path.
+
+    Raises:
+        TokenizerError: its files are not those of then.
+    """
+    if not tokenizer.exists() or _facts_path(tokenizer, options, kind, variant) != path:
+        raise TokenizerError(f"{tokenizer}: the tokenizer was changed since the load: load again")
+    return kind(str(tokenizer), **own, **options.of_tokenizer())
+
+
+def _absolute(tokenizer: str | os.PathLike[str]) -> Path:
+    return Path(os.fspath(tokenizer)).expanduser().absolute()
 
 
 def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
@@ -109,12 +133,15 @@ def _facts_path(tokenizer: Any, options: Options, kind: type[Reference], variant
     """Where the facts of a tokenizer are; None if it is not one whose files decide everything."""
     if not isinstance(tokenizer, str | os.PathLike) or options.trust_remote_code or not options.token_cache:
         return None
-    given = Path(os.fspath(tokenizer)).expanduser()
+    given = _absolute(tokenizer)
     directory = given if given.is_dir() else given.parent
     if not given.exists() or not is_plain(dict(options.apply_chat_template_kwargs)):
         return None
     states, latest = [], 0
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+    inside = sorted(directory.rglob("*"))
+    if any(path.is_dir() and path.is_symlink() for path in inside):  # of templates; their files are not looked at
+        return None
+    for file in filter(Path.is_file, inside):
         about = file.stat()
         latest = max(latest, about.st_mtime_ns, about.st_ctime_ns)
         states.append([str(file), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns])
@@ -122,6 +149,6 @@ def _facts_path(tokenizer: Any, options: Options, kind: type[Reference], variant
         return None
     template = options.chat_template if options.chat_template is None else str(options.chat_template)
     as_what = [kind.__qualname__, variant, template, dict(options.apply_chat_template_kwargs), options.pad_token_id]
-    given_as = [str(given.absolute()), states, *as_what]
+    given_as = [str(given), states, *as_what]
     digest = hashlib.blake2b(repr([given_as, package_versions()]).encode(errors="backslashreplace"), digest_size=16)
     return digests_directory(options.cache_dir) / f"{digest.hexdigest()}.tokenizer.json"

@@ -102,7 +102,7 @@ def _of_objects(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
         return made(_bits(np.fromiter(map(bool, values), np.bool_, count)))
     if (pa.types.is_int64(kind) and types <= {int}) or (pa.types.is_float64(kind) and types <= {float}):
         width = np.int64 if pa.types.is_int64(kind) else np.float64
-        return made(pa.py_buffer(np.fromiter((value or 0 for value in values), width, count)))
+        return made(pa.py_buffer(np.fromiter((0 if value is None else value for value in values), width, count)))
     if pa.types.is_integer(kind) and types <= {int}:
         return as_arrow(values, pa.int64()).cast(kind)
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and types <= {list}:

@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,10 @@ def _file(path: Path, name: str) -> SourceFile:
     if not path.is_file():  # a pipe would be waited for
         raise SourceError(f"{_printable(name)}: not a regular file: write its rows to one, which is read several times")
     if _printable(name) != name:
+        if sys.getfilesystemencoding() != "utf-8":
+            raise SourceError(
+                f"{_printable(name)}: the locale has no UTF-8, so this name cannot be read: set PYTHONUTF8=1"
+            )
         raise SourceError(f"{_printable(name)}: the name is not valid UTF-8: rename the file")
     return SourceFile(str(path), name, _format(name))
 

@@ -59,6 +59,8 @@ class Turns:
         self._speaks: dict[str, bool] = {}
         user, assistant, more = (f"{role} {secrets.token_hex(8)}" for role in ("user", "assistant", "again"))
         before, with_header, once, again = self._short_conversations((user, assistant, more))
+        if any(text.count(assistant) > 1 for text in (once, again)) or again.index(assistant) > again.index(more):
+            raise unknown("it prints an answer twice, or behind a later message")
         middle, last = between(again, assistant, more), once.partition(assistant)[2]
         gaps = [between(text, user, assistant) for text in (once, again)]
         self.header = self._header(_ending(before, with_header), gaps, middle)
