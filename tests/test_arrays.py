@@ -1,6 +1,7 @@
 """Functions over ragged arrays, compared with loops."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,3 +56,15 @@ def test_parts_that_are_not_joined() -> None:
     assert apart.take(np.array([3, 0])).to_lists() == [[4], [1, 2]]
     assert apart.to_host().to_lists() == whole.to_lists()
     assert len(Apart([])) == len(Apart([]).lengths) == 0
+
+
+@pytest.mark.parametrize("highest", [5, 150_000, 1 << 21])
+def test_lists_of_many_ids(highest: int) -> None:
+    values = np.random.default_rng(0).integers(0, highest, 20_000).astype(np.int32)
+    values[-1] = highest
+    for negative in (False, True):  # as labels have
+        values[5] = -100 if negative else 7
+        rows = Ragged(values, np.array([0, 0, 11, 20_000])).to_lists()
+        assert rows == [[], values[:11].tolist(), values[11:].tolist()]
+        assert {type(value) for row in rows for value in row} == {int}
+    assert Ragged(values > 3, np.array([0, 20_000])).to_lists() == [(values > 3).tolist()]

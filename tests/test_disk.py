@@ -503,3 +503,13 @@ def test_a_load_that_has_failed_has_closed_its_files(tmp_path: Path, qwen: Any) 
     opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert [name for name in opened if str(tmp_path) in name] == []
     assert "row 1" in str(error.value)
+
+
+def test_rows_in_any_order(files: list[str], qwen: Any, store: Path) -> None:
+    found = gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk").token_store
+    whole = found.to_host()
+    for rows in (np.arange(len(found)), np.random.default_rng(0).integers(0, len(found), 500), np.zeros(0, np.int64)):
+        taken, expected = found.take(rows), whole.take(rows)
+        assert taken.values.dtype == np.int32
+        assert taken.values.flags.writeable
+        assert taken.to_lists() == expected.to_lists()

@@ -7,13 +7,16 @@ first used.
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.block_file import BlockFile, BlockWriter
+from gpuload.cache.gather import MappedTables
 from gpuload.core.arrays import RowNumbers
 from gpuload.sources.columns import Columns
 
@@ -114,7 +117,7 @@ class _Sink(io.RawIOBase):
         return True
 
 
-def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> Columns:
+def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> "MappedColumns":
     """The columns of several files, in place: the rows (n,) with these numbers, counted over all files."""
     counts, schemas = zip(*(part for file in files for part in file.parts), strict=True) if files else ((), ())
     columns = MappedColumns.of_parts(counts, Tables(files), schemas, index)
@@ -126,6 +129,18 @@ class MappedColumns(Columns):
     """Columns in files."""
 
     files: Sequence[ColumnFile]
+
+    def _picked(self, rows: RowNumbers, names: Sequence[str]) -> Iterator[tuple[RowNumbers, pa.Table]]:
+        names = [name for name in names if name not in self._made]
+        table = self._buffers.take(self._index[rows], names) if self.files and names else None
+        if table is None:
+            yield from super()._picked(rows, names)
+        else:
+            yield np.arange(len(rows)), table
+
+    @cached_property
+    def _buffers(self) -> MappedTables:
+        return MappedTables([file.memory for file in self.files], self._parts, self._schemas, self._starts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Where parts begin is in the files: one that was made again since has the same rows, but maybe in other parts.

@@ -4,6 +4,7 @@ A row is found by its number in the file alone, so that nothing has to be in mem
 and its number.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.cache.entry import Entry
-from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
+from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +34,18 @@ class DiskTokens(RowsInParts):
     def take(self, rows: RowNumbers) -> Ragged:
         """Some rows (m,), copied; a `StoreError` if the ids have been damaged."""
         stored, lengths = self.stored[rows], self.lengths[rows]
-        offsets = offsets_of(lengths)
         file_of = np.searchsorted(self._first, stored, side="right") - 1
-        values = np.empty(int(offsets[-1]), np.int32)
-        for number in np.unique(file_of).tolist():
-            file, slots = self.files[number], np.flatnonzero(file_of == number)
-            counts = lengths[slots]
-            within = offsets_of(counts)
-            source = ranges(file.places(stored[slots] - self._first[number], counts), counts, within)
-            if len(slots) == len(rows):
-                np.take(file.values, source, out=values)
-            else:
-                values[ranges(offsets[slots], counts, within)] = file.values[source]
-        return Ragged(values, offsets)
+        by_file = np.argsort(file_of, kind="stable")
+        bounds = np.searchsorted(file_of[by_file], np.arange(len(self.files) + 1)).tolist()
+        first = np.empty(len(rows), np.int64)
+        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+            if low < high:
+                slots = by_file[low:high]
+                first[slots] = self.files[number].places(stored[slots] - self._first[number], lengths[slots])
+        # Rows that are one after the other in a file are read as one range, and each range is one copy.
+        last = first + lengths
+        begins = np.append(True, (first[1:] != last[:-1]) | (file_of[1:] != file_of[:-1]))[: len(rows)]
+        ends = np.append(begins[1:], True)[: len(rows)]
+        found = zip(file_of[begins].tolist(), first[begins].tolist(), last[ends].tolist(), strict=True)
+        values = [self.files[number].values[begin:end] for number, begin, end in found]
+        return Ragged(np.concatenate([np.zeros(0, np.int32), *values]), offsets_of(lengths))

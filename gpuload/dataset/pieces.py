@@ -49,6 +49,8 @@ def tokens_of(store: TokenStore, plan: Plan) -> Ragged:
     """The tokens of a plan of a store's rows in host memory: a row for each pack, of its pieces one after the other."""
     bounds, rows = offsets_of(plan.lengths), plan.rows
     if not isinstance(store, Ragged):
+        if not plan.first.any() and np.array_equal(plan.lengths, store.lengths[rows]):  # whole rows
+            return Ragged(store.take(rows).values, bounds[plan.offsets])
         some, rows = np.unique(rows, return_inverse=True)
         store = store.take(some)
     first = store.offsets[rows] + plan.first

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged
-from gpuload.core.marks import loss_weights, split
+from gpuload.core.marks import IDS, LOSS, loss_weights
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.packing import Plan
@@ -49,12 +49,14 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
     Returns:
         The tensors of the layout, each int64 (B, width), and `loss_weight`, float32.
     """
-    ids, loss = split(tokens)
-    positions, lengths = np.arange(width)[None], ids.lengths[:, None]
+    # A batch is megabytes of int64. So arrays of its size are made only for its tensors, and two of them in place.
+    lengths = tokens.lengths[:, None]
     if layout.side == "left":  # column c of a row with k tokens has its token c - (width - k)
-        positions = positions - (width - lengths)
+        positions = np.arange(width) - (width - lengths)
         mask = positions >= 0
+        np.maximum(positions, 0, out=positions)
     else:
+        positions = np.arange(width)[None]
         mask = positions < lengths
 
     def filled(values: Any, fill: int, dtype: type = np.int64) -> np.ndarray[Any, Any]:
@@ -63,11 +65,11 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         return made
 
     make: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
-        "input_ids": lambda: filled(ids.values, pad_id),
+        "input_ids": lambda: filled(tokens.values & IDS, pad_id),
         "attention_mask": lambda: mask.astype(np.int64),
-        "position_ids": lambda: positions * mask,
-        "labels": lambda: filled(np.where(loss.values, ids.values, IGNORED), IGNORED),
-        "completion_mask": lambda: filled(loss.values, 0),
+        "position_ids": lambda: positions if layout.side == "left" else np.where(mask, positions, 0),
+        "labels": lambda: filled(np.where(tokens.values & LOSS, tokens.values & IDS, IGNORED), IGNORED),
+        "completion_mask": lambda: filled((tokens.values & LOSS) != 0, 0),
         "loss_weight": lambda: filled(loss_weights(tokens, np.array(layout.weights, np.float32)), 0, np.float32),
     }
     names = (*layout.planes, *(("loss_weight",) if layout.weights else ()))
