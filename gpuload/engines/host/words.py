@@ -23,7 +23,7 @@ _SLICE_BYTES = 1 << 18  # of texts that are cut at once: arrays that stay in the
 
 _MOST_KEPT = 1 << 25  # bytes of words whose ids are kept
 
-_JOINED = 256  # words in a text
+_JOINED = 64  # words in a text: of longer ones, `tokenizers` takes longer for each word
 _CANDIDATES = 16  # added tokens that are tried as separators
 
 
