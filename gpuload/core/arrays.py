@@ -249,9 +249,10 @@ def _shared_integers(ids: Array) -> Array:
         return ids
     if int(ids.min()) < 0 or (most := int(ids.max())) >= _MOST_IDS:
         return ids
-    if most >= len(_integers[0]):
-        _integers[0] = np.arange(most + 1).astype(object)
-    return _integers[0][ids]
+    known = _integers[0]
+    if most >= len(known):  # another thread may put another one there at any time
+        known = _integers[0] = np.arange(most + 1).astype(object)
+    return known[ids]
 
 
 _MANY, _MOST_IDS = 10_000, 1 << 21
