@@ -180,7 +180,7 @@ _EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "colum
 
 
 def _inspect(given: argparse.Namespace) -> int:
-    from gpuload.cli.inspect import inspect_files, inspect_template
+    from gpuload.cli.inspect import inspect_files, inspect_images, inspect_template
 
     if given.template:
         inspect_template(
@@ -190,8 +190,6 @@ def _inspect(given: argparse.Namespace) -> int:
     if not given.files:
         given.parser.error("no files given")
     if given.images:
-        from gpuload.cli.inspect import inspect_images
-
         if served_of(given):
             given.parser.error("--images looks at prompts: without the options for rows as served")
         inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **data_of(given))

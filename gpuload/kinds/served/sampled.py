@@ -142,4 +142,4 @@ def rows_of_sampled(
         found = made.answer(number, reference.bits_of(wanted.get(number, 1.0)))
         if number in wanted:
             turns.append(found)
-    return ServedRows.of_turns(turns, made.counts)
+    return ServedRows.of(turns, made.counts)
