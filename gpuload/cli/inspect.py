@@ -11,13 +11,12 @@ from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
 from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_column
-from gpuload.inspect.data import open_data
+from gpuload.inspect.data import open_data, single_groups
 from gpuload.inspect.page import page_of
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
-from gpuload.sources.footer import single_group
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import TEXT
@@ -43,8 +42,7 @@ def inspect_files(
         check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
     dataset = run(job)
-    remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
-    dataset.report.notes += filter(None, remarks)
+    dataset.report.notes += single_groups(job.sources)
     found = statistics_of(job, dataset, html is not None, limit)
     print(printable(as_text(found, limit)))
     if html:

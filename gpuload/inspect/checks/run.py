@@ -18,7 +18,7 @@ from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit, over_the_li
 from gpuload.inspect.checks.served import served_part
 from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
-from gpuload.inspect.data import KindName, open_data
+from gpuload.inspect.data import KindName, open_data, single_groups
 from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
 from gpuload.kinds.formats import replaced_columns
 from gpuload.kinds.pairs.sizes import PairSizes
@@ -29,7 +29,6 @@ from gpuload.pipeline.parts import SomeRows, SourceRows
 from gpuload.pipeline.run import Job
 from gpuload.pipeline.verify import Verifier
 from gpuload.sources.columns import invalid_rows
-from gpuload.sources.footer import single_group
 from gpuload.sources.read import Source, check_unchanged, with_prompts
 
 CheckedTrainer = Literal["verl", "trl", "slime", "nemo-rl"]
@@ -161,7 +160,7 @@ def checked(
     if labeled_format(job):  # a load asks for it
         given["format"] = found
     return Checked(
-        in_order([*run.collected.findings(run.total), *_single_groups(job.sources)]),
+        in_order([*run.collected.findings(run.total), *_of_groups(job.sources)]),
         [source.name for source in job.sources],
         run.total,
         job.kind.name,
@@ -337,10 +336,8 @@ def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int],
     return place
 
 
-def _single_groups(sources: Sequence[Source]) -> Iterator[Finding]:
-    files = [(getattr(source.file, "path", None), source.name) for source in sources]
-    found = [note for path, name in files if path and path.endswith(".parquet") if (note := single_group(path, name))]
-    if found:
+def _of_groups(sources: Sequence[Source]) -> Iterator[Finding]:
+    if found := single_groups(sources):
         rule = RULES["one row group"]
         example, _, remedy = found[0].partition(": rewrite")
         yield Finding("one row group", "info", [], len(found), example, f"rewrite{remedy}" if remedy else rule.remedy)
