@@ -36,8 +36,7 @@ def inspect_files(
     Raises:
         OptionError: the page cannot be written there.
     """
-    if limit is not None and limit < 1:
-        raise OptionError(f"--limit {limit}: expected an integer > 0")
+    _check_limit(limit)
     if html:  # errors come before the work
         check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
@@ -57,8 +56,14 @@ def inspect_images(
     images, also a limit of the caller. Options are those of `open_data`."""
     from gpuload.inspect.images import images_text, load_with_images  # only for processors
 
+    _check_limit(limit)
     found = load_with_images(files, processor, key, options.pop("kind", None), max_samples=max_samples, **options)
     print(printable(images_text(found, limit)))
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit {limit}: expected an integer > 0")
 
 
 def check_page(page: Path) -> None:
