@@ -123,10 +123,21 @@ def commands() -> str:
 
 
 def checks() -> str:
-    """The checks of `gpuload check`, with their thresholds."""
-    from gpuload.inspect.checks.findings import thresholds
+    """The checks of `gpuload check`, with their thresholds, as a table."""
+    from gpuload.inspect.checks.findings import RULES
 
-    return thresholds()
+    lines = ["| check | finds | error | warning | remedy |", "|---|---|---|---|---|"]
+    for name, rule in RULES.items():
+        shares = [_share(rule.error), "" if rule.error == 0.0 else _share(rule.warning)]
+        cells = [f"`{name}`", rule.about, *shares, rule.remedy]
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _share(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"from {share:.0%}" if share else "one row"
 
 
 # -- pages from elsewhere --------------------------------------------------------------------------------------------

@@ -287,13 +287,14 @@ def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: p
         assert capsys.readouterr().out.endswith(end)
 
 
+@pytest.mark.parametrize("column", ["prompt", "text"])
 def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
-    qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    column: str, qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(footer, "_MOST_GROUP_BYTES", 1000)
     monkeypatch.setenv("COLUMNS", "1000")
-    table = pa.table({"prompt": [f"{n} " * 20 for n in range(100)]})
+    table = pa.table({column: [f"{n} " * 20 for n in range(100)]})
     pq.write_table(table, "train.parquet")
     pq.write_table(table.slice(0, 2), "small.parquet")
     main(["inspect", "train.parquet", "small.parquet", "--tokenizer", qwen_folder])

@@ -55,3 +55,22 @@ def test_processors_without_a_limit_and_names_without_a_processor(file: str) -> 
     assert "no limit of pixels" in images_text(load_with_images([file], processor_named("llava"), "pictures", None))
     with pytest.raises(OptionError, match=r"'/nowhere' has no processor of images"):
         load_with_images([file], "/nowhere", "pictures", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--images", "pictures", "--html", "page.html"], "--html and --no-template are not for --images"),
+        (["--images", "pictures", "--no-template"], "--html and --no-template are not for --images"),
+        (["--template", "--no-template"], "--template and --no-template exclude each other"),
+    ],
+)
+def test_options_that_would_do_nothing(arguments: list[str], message: str, file: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", file, "--tokenizer", "X", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_limit_of_no_tokens(file: str, capsys: Any) -> None:
+    assert main(["inspect", file, "--tokenizer", "X", "--images", "pictures", "--limit", "0"]) == 1
+    assert "--limit 0: expected an integer > 0" in capsys.readouterr().err

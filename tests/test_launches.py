@@ -155,7 +155,7 @@ def test_the_command_saves_in_another_process_and_replays(
         return Step("some line\n", "it is wrong")
 
     monkeypatch.setattr(verdict, "run_step", run)
-    monkeypatch.setattr(ladder, "replay", asked.append)
+    monkeypatch.setattr(launches, "replay", asked.append)
     monkeypatch.setattr(ladder, "nvidia_smi", lambda *asked: f"what it prints for {asked}")
     assert main(["doctor", "--gpu", "--dump", str(tmp_path)]) == 1
     assert "some line\nit is wrong\n\nNothing was saved" in capsys.readouterr().out

@@ -11,13 +11,12 @@ from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
 from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_column
-from gpuload.inspect.data import open_data
+from gpuload.inspect.data import open_data, single_groups
 from gpuload.inspect.page import page_of
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
-from gpuload.sources.footer import single_group
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import TEXT
@@ -37,14 +36,12 @@ def inspect_files(
     Raises:
         OptionError: the page cannot be written there.
     """
-    if limit is not None and limit < 1:
-        raise OptionError(f"--limit {limit}: expected an integer > 0")
+    _check_limit(limit)
     if html:  # errors come before the work
         check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
     dataset = run(job)
-    remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
-    dataset.report.notes += filter(None, remarks)
+    dataset.report.notes += single_groups(job.sources)
     found = statistics_of(job, dataset, html is not None, limit)
     print(printable(as_text(found, limit)))
     if html:
@@ -59,8 +56,14 @@ def inspect_images(
     images, also a limit of the caller. Options are those of `open_data`."""
     from gpuload.inspect.images import images_text, load_with_images  # only for processors
 
+    _check_limit(limit)
     found = load_with_images(files, processor, key, options.pop("kind", None), max_samples=max_samples, **options)
     print(printable(images_text(found, limit)))
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit {limit}: expected an integer > 0")
 
 
 def check_page(page: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def run(number: int | None, step: str | None, directory: Path | None, kernel: st
     """`gpuload doctor` with `--gpu` or `--replay`: the ladder, or what another option asks for. Returns 0, or 1 if
     something is wrong."""
     if replayed:
-        return replay(replayed)
+        return 0 if launches.replay(replayed) else 1
     assert number is not None
     if step == "dump" and directory:
         return run_here(lambda: dump_here(number, directory, kernel))
@@ -73,13 +72,8 @@ def dump(number: int, directory: Path, kernel: str | None) -> int:
         return 1
     (directory / "nvidia-smi.txt").write_text(nvidia_smi("-q"))
     print(f"\nPlease report this output, with {directory}", flush=True)
-    replay(directory)
+    launches.replay(directory)
     return 1
-
-
-def replay(directory: Path) -> int:
-    """Repeats launches that `dump` has saved. Returns 0, or 1 if one writes something else than on the GPU."""
-    return 0 if launches.replay(directory, partial(print, flush=True)) else 1
 
 
 def dump_here(number: int, directory: Path, kernel: str | None) -> None:
@@ -174,7 +168,7 @@ def check_arrays(xp: Any) -> None:
     flags, floor = few > 25, np.sort(numbers)
     given: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "cumsum": (lambda m, a: m.cumsum(a), (numbers,)),
-        "cumsum into an array": (lambda m, a: _cumsum_into(m, a), (numbers,)),
+        "cumsum into an array": (_cumsum_into, (numbers,)),
         "flatnonzero": (lambda m, a: m.flatnonzero(a), (flags,)),
         "unique": (lambda m, a: m.concatenate(m.unique(a, return_index=True, return_inverse=True)), (few,)),
         "searchsorted": (lambda m, a, b: m.searchsorted(a, b, side="right"), (floor, numbers)),

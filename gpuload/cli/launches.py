@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,9 @@ def _write(file: Path, memory: _Memory, about: dict[str, Any]) -> None:
 # -- replay ----------------------------------------------------------------------------------------------------------
 
 
-def replay(directory: Path, say: Callable[[str], None]) -> bool:
+def replay(directory: Path) -> bool:
     """Repeats on the host launches that `save_wrong` has saved, up to the first that wrote something else on the GPU.
-    `say` gets a line for each thing found.
+    Prints what it finds.
 
     Returns:
         Whether all launches wrote the same on the GPU.
@@ -204,6 +205,7 @@ def replay(directory: Path, say: Callable[[str], None]) -> bool:
         OptionError: the directory has no launches.
         DeviceError: there is no compiler, or memory cannot be mapped at the addresses that were saved.
     """
+    say = partial(print, flush=True)
     files = sorted(directory.glob("*.before.npz"))
     try:
         about = dict(json.loads((directory / "about.json").read_text()))

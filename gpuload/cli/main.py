@@ -180,9 +180,11 @@ _EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "colum
 
 
 def _inspect(given: argparse.Namespace) -> int:
-    from gpuload.cli.inspect import inspect_files, inspect_template
+    from gpuload.cli.inspect import inspect_files, inspect_images, inspect_template
 
     if given.template:
+        if given.no_template:
+            given.parser.error("--template and --no-template exclude each other")
         inspect_template(
             given.files, given.tokenizer, prompt_key=given.prompt_key, chat_template=given.chat_template or "default"
         )
@@ -190,10 +192,10 @@ def _inspect(given: argparse.Namespace) -> int:
     if not given.files:
         given.parser.error("no files given")
     if given.images:
-        from gpuload.cli.inspect import inspect_images
-
         if served_of(given):
             given.parser.error("--images looks at prompts: without the options for rows as served")
+        if given.html or given.no_template:
+            given.parser.error("--html and --no-template are not for --images")
         inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **data_of(given))
         return 0
     more = {"max_samples": given.max_samples, **data_of(given), **served_of(given)}

@@ -20,8 +20,10 @@ from gpuload.pipeline.run import Job
 from gpuload.sources.columns import to_python
 from gpuload.sources.open import open_all
 
-_COLORS: Mapping[str, int] = {"system": 35, "user": 34, "prompt": 34, "text": 34, "assistant": 32, "completion": 32}
-_OTHER_ROLE, _TEMPLATE = 33, 90
+_COLORS: Mapping[str | None, int] = {
+    None: 39, "template": 90, "system": 35, "user": 34, "prompt": 34, "text": 34, "assistant": 32, "completion": 32,
+}  # fmt: skip
+_OTHER_ROLE = 33
 _MOST_VALUE = 2000  # characters of a column's value
 
 
@@ -95,7 +97,7 @@ def _plain(tokens: list[Token]) -> list[str]:
 def _colored(tokens: list[Token]) -> str:
     parts = []
     for number, token in enumerate(tokens):
-        styles = [f"{_color(token.role)}", *["4"] * bool(token.loss), *["1"] * token.special]
+        styles = [f"{_COLORS.get(token.role, _OTHER_ROLE)}", *["4"] * bool(token.loss), *["1"] * token.special]
         # Every second token is in reverse, so that the borders of tokens can be seen on any background.
         styles += ["7"] * (number % 2)
         start = f"\033[{';'.join(styles)}m"
@@ -109,14 +111,8 @@ def _colored(tokens: list[Token]) -> str:
 
 def _legend(tokens: list[Token]) -> str:
     roles = dict.fromkeys(token.role for token in tokens)
-    words = [f"\033[{_color(role)}m{printable(role or 'unknown role')}\033[0m" for role in roles]
+    words = [f"\033[{_COLORS.get(role, _OTHER_ROLE)}m{printable(role or 'unknown role')}\033[0m" for role in roles]
     return "  ".join([*words, "\033[4mloss\033[0m", "\033[1mspecial token\033[0m"])
-
-
-def _color(role: str | None) -> int:
-    if role is None:
-        return 39
-    return _TEMPLATE if role == "template" else _COLORS.get(role, _OTHER_ROLE)
 
 
 def _indented(text: str) -> str:

@@ -20,6 +20,7 @@ from gpuload.kinds.prompts import PromptKind
 from gpuload.kinds.served.options import OF_SERVED, check_limits
 from gpuload.pipeline.run import Job, open_job
 from gpuload.sources.columns import invalid_rows, to_python
+from gpuload.sources.footer import single_group
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, with_prompts
 
@@ -119,6 +120,13 @@ def _kind_of_all(sources: Sequence[Source], prompt_key: str, messages_key: str |
             "pass --as"
         )
     return next(iter(found))
+
+
+def single_groups(sources: Sequence[Source]) -> list[str]:
+    """What there is to say about large parquet files of one row group, see `single_group`."""
+    paths = [(getattr(source.file, "path", ""), source.name) for source in sources]
+    remarks = [single_group(path, name) for path, name in paths if path.endswith(".parquet")]
+    return [remark for remark in remarks if remark]
 
 
 # -- single rows -----------------------------------------------------------------------------------------------------

@@ -163,12 +163,10 @@ def _translation(one: Reference, other: Reference) -> npt.NDArray[np.int32] | No
     vocabularies are equal."""
     if one.tokenizer.get_vocab() == other.tokenizer.get_vocab():
         return None
-    ours = {key: token for token, key in _keys(one)}
-    made = np.arange(len(other.tokenizer) + 1, dtype=np.int32)
+    ours, theirs = {key: token for token, key in _keys(one)}, dict(_keys(other))
+    made = np.arange(max(len(other.tokenizer), *theirs) + 1, dtype=np.int32)
     free = len(one.tokenizer) + 1
-    for token, key in _keys(other):
-        if token >= len(made):
-            made = np.append(made, np.arange(len(made), token + 1, dtype=np.int32))
+    for token, key in theirs.items():
         made[token] = ours.get(key, min(free + token, int(IDS)))
     return made
 
@@ -199,26 +197,22 @@ def _pieces(
     both = ours.tolist(), _translated(theirs, translate).tolist()
     steps = difflib.SequenceMatcher(None, *both, autojunk=False).get_opcodes()
     for number, (what, low, high, start, end) in enumerate(steps):
-        if what == "equal":
-            before, after = number > 0, number + 1 < len(steps)
-            head = _CONTEXT * before
-            tail = _CONTEXT * after
-            if high - low <= head + tail:
-                yield from _runs("same", ours[low:high], readers[0], with_loss, 0)
-                continue
-            yield from _runs("same", ours[low : low + head], readers[0], with_loss, 0)
-            omitted = high - low - head - tail
-            if tail:
-                yield from _runs("same", ours[high - tail : high], readers[0], with_loss, omitted)
-            else:
-                yield DiffPiece("same", [], None, omitted)
+        if what != "equal":
+            yield from _runs("removed", ours[low:high], readers[0], with_loss)
+            yield from _runs("added", theirs[start:end], readers[1], with_loss)
             continue
-        yield from _runs("removed", ours[low:high], readers[0], with_loss, 0)
-        yield from _runs("added", theirs[start:end], readers[1], with_loss, 0)
+        head = low + _CONTEXT * (number > 0)  # up to here, and from `tail` on, equal tokens are shown
+        tail = high - _CONTEXT * (number + 1 < len(steps))
+        omitted = max(0, tail - head)
+        yield from _runs("same", ours[low : head if omitted else high], readers[0], with_loss)
+        if omitted and tail < high:
+            yield from _runs("same", ours[tail:high], readers[0], with_loss, omitted)
+        elif omitted:
+            yield DiffPiece("same", [], None, omitted)
 
 
 def _runs(
-    side: Side, tokens: npt.NDArray[np.int32], reader: TokenReader, with_loss: bool, omitted: int
+    side: Side, tokens: npt.NDArray[np.int32], reader: TokenReader, with_loss: bool, omitted: int = 0
 ) -> Iterator[DiffPiece]:
     """Tokens, in runs that have loss or not."""
     bounds = np.flatnonzero(np.diff((tokens & LOSS) != 0)) + 1 if with_loss else np.zeros(0, np.int64)

@@ -1,7 +1,7 @@
 """Tokens of images against those of text, and how many rows smaller images would keep."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,8 @@ def load_with_images(files: Sequence[str], processor: Any, key: str, kind: KindN
     if kind == "prompts":
         return load(list(files), processor, image_key=key, max_prompt_length=NO_LIMIT, **given)
     given.pop("prompt_key", None)
-    if kind == "chats":
-        return load_chats(list(files), processor, image_key=key, max_length=NO_LIMIT, **given)
-    return load_pairs(list(files), processor, image_key=key, max_length=NO_LIMIT, **given)
+    load_rows: Callable[..., Any] = load_chats if kind == "chats" else load_pairs
+    return load_rows(list(files), processor, image_key=key, max_length=NO_LIMIT, **given)
 
 
 def images_text(dataset: Any, limit: int | None = None) -> str:

@@ -59,7 +59,7 @@ def page_of(found: Statistics, tokenizer: str) -> str:
     groups, everything = found.groups[: plots.FEW], found.groups[0]
     dropped = _dropped(found.report)
     report = found.report
-    return template(__package__, collapsed, boxes, role_class, is_number).render(
+    return template(__package__, collapsed, boxes, role_class).render(
         title=_some(report.files),
         version=__version__,
         facts=_facts(found, tokenizer),
@@ -91,10 +91,6 @@ def template(package: str, *functions: Callable[..., Any]) -> jinja2.Template:
     environment.filters |= {"clipped": clipped, "as_lines": as_lines, "number": "{:,}".format}
     environment.globals |= {function.__name__: function for function in functions}
     return environment.from_string(resources.files(package).joinpath("page.html").read_text(encoding="utf-8"))
-
-
-def is_number(cell: str | Number) -> bool:
-    return isinstance(cell, Number)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

@@ -87,13 +87,11 @@ class RoleFinder:
 
     def _own(self, ids: Ragged) -> npt.NDArray[np.bool_]:
         """Which ids are those of the texts, and not special tokens that the tokenizer adds to each."""
-        inside = np.ones(len(ids.values), np.bool_)
-        if isinstance(self._reference, ChatReference):
-            before, after = map(len, self._reference.added)
-            for k in range(before):
-                inside[ids.offsets[:-1] + k] = False
-            for k in range(1, after + 1):
-                inside[ids.offsets[1:] - k] = False
+        if not isinstance(self._reference, ChatReference):
+            return np.ones(len(ids.values), np.bool_)
+        before, after = map(len, self._reference.added)
+        positions, end = ids.positions, np.repeat(ids.lengths - after, ids.lengths)
+        inside: npt.NDArray[np.bool_] = (positions >= before) & (positions < end)
         return inside
 
     def _parts(self, column: pa.Array) -> Parts | None:

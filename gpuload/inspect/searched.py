@@ -8,6 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from gpuload.core.arrays import offsets_of
+
 _NOT_TEXTS = frozenset(("role", "type", "id", "tool_call_id"))
 _FAR = 300  # characters between the texts of a call
 
@@ -58,12 +62,6 @@ def _find(text: str, strings: Sequence[str], at: int, far: int | None = None) ->
 
 def _in_bytes(text: str, spans: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     """The same spans, counted in UTF-8."""
-    if text.isascii():
-        return list(spans)
-    made, at, size = [], 0, 0
-    for start, end, role in spans:
-        low = size + len(text[at:start].encode(errors="surrogatepass"))
-        high = low + len(text[start:end].encode(errors="surrogatepass"))
-        made.append((low, high, role))
-        at, size = end, high
-    return made
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    at = offsets_of(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))
+    return [(int(at[start]), int(at[end]), role) for start, end, role in spans]

@@ -165,11 +165,10 @@ def pair_tokens(parts: Ragged) -> list[RoleTokens]:
     """The tokens of the prompts of n pairs with bits (`gpuload.core.marks`), each counted once, and those of both
     completions."""
     completion = (parts.values & LOSS) != 0
-    counts = {"prompt": int((~completion).sum())}
+    counts = Counter(prompt=int((~completion).sum()))
     for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
         counts[name] = int((completion & ((parts.values & other) == 0)).sum())
-    found = [RoleTokens(name, count, 0 if name == "prompt" else count) for name, count in counts.items() if count]
-    return sorted(found, key=lambda each: -each.tokens)
+    return [RoleTokens(name, count, 0 if name == "prompt" else count) for name, count in counts.most_common() if count]
 
 
 def sample_rows(lengths: Lengths) -> dict[int, str]:
@@ -189,26 +188,24 @@ class _Roles:
 
     def __init__(self, finder: RoleFinder, wanted: set[int]):
         self.finder, self._wanted = finder, wanted
-        self._tokens: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)  # of each code: all, and with loss
+        self._tokens: Counter[str] = Counter()
+        self._loss: Counter[str] = Counter()
         self.rows_unknown = 0
         self.kept: dict[int, Codes] = {}
 
     def add(self, rows: Lengths, ids: Ragged, codes: Codes, loss: npt.NDArray[np.bool_] | None) -> None:
         """Adds some rows, by their numbers in the dataset."""
         known = codes != UNKNOWN
-        with_loss = known if loss is None else known & loss
-        size = len(self.finder.names)
-        counts = np.stack([np.bincount(codes[some], minlength=size) for some in (known, with_loss)], axis=1)
-        counts[: len(self._tokens)] += self._tokens
-        self._tokens = counts
+        names = self.finder.names
+        for counts, some in ((self._tokens, known), (self._loss, known if loss is None else known & loss)):
+            numbers = np.bincount(codes[some], minlength=len(names)).tolist()
+            counts.update(dict(zip(names, numbers, strict=True)))
         self.rows_unknown += len(np.unique(np.repeat(rows, ids.lengths)[~known]))
         for at in np.flatnonzero(np.isin(rows, list(self._wanted))):
             self.kept[int(rows[at])] = codes[ids.offsets[at] : ids.offsets[at + 1]]
 
     def tokens(self) -> list[RoleTokens]:
-        pairs = zip(self.finder.names, self._tokens.tolist(), strict=False)
-        found = [RoleTokens(name, tokens, loss) for name, (tokens, loss) in pairs if tokens]
-        return sorted(found, key=lambda each: -each.tokens)
+        return [RoleTokens(name, count, self._loss[name]) for name, count in self._tokens.most_common() if count]
 
 
 def _second_pass(job: Job[Any], dataset: Rows, loss: Ragged | None, counted: _Roles) -> None:

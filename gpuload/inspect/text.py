@@ -29,16 +29,13 @@ def as_text(found: Statistics, limit: int | None = None) -> str:
     if found.columns:
         lines += ["", "columns"]
         lines += [f"  {shown(name):20} {shown(kind)}"[:columns] for name, kind in found.columns]
+    names = [f"  {_name(group.name, width):{width}} {len(group.lengths):>9,} " for group in groups]
     lines += ["", *_heading(f"{title} in tokens", width, _row([f"p{value}" for value in percentiles]))]
-    lines += [
-        f"  {_name(group.name, width):{width}} {len(group.lengths):>9,} " + _row(group.percentiles(percentiles))
-        for group in groups
-    ]
-    lines += ["", "histogram", *_histogram(found.groups[0].lengths, columns)]
+    lines += [name + _row(group.percentiles(percentiles)) for name, group in zip(names, groups, strict=True)]
+    lines += ["", "histogram", *_histogram(groups[0].lengths, columns)]
     lines += ["", *_heading(f"rows kept with {found.limit_name}", width, _row(limits))]
-    for group in groups:
-        kept = [f"{100 * group.within(limit):.1f}%" for limit in limits]
-        lines.append(f"  {_name(group.name, width):{width}} {len(group.lengths):>9,} " + _row(kept))
+    for name, group in zip(names, groups, strict=True):
+        lines.append(name + _row([f"{100 * group.within(limit):.1f}%" for limit in limits]))
     lines += _roles(found) + _loss(found, width) + _packs(found)
     if found.equal_pairs is not None:
         lines += ["", f"pairs whose chosen equals rejected: {found.equal_pairs:,}"]

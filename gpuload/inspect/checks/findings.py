@@ -210,19 +210,3 @@ def in_order(found: list[Finding]) -> list[Finding]:
     """Findings as they are shown: errors first, then in the order of the rules."""
     names = list(RULES)
     return sorted(found, key=lambda each: (LEVELS.index(each.level), names.index(each.check)))
-
-
-def thresholds() -> str:
-    """The rules as a table in Markdown."""
-    lines = ["| check | finds | error | warning | remedy |", "|---|---|---|---|---|"]
-    for name, rule in RULES.items():
-        shares = [_share(rule.error), "" if rule.error == 0.0 else _share(rule.warning)]
-        cells = [f"`{name}`", rule.about, *shares, rule.remedy]
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def _share(share: float | None) -> str:
-    if share is None:
-        return ""
-    return f"from {share:.0%}" if share else "one row"

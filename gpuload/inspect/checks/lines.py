@@ -98,17 +98,17 @@ def _verl(found: Checked, limit: int) -> list[str]:
     cut = SIDES.get(found.overlong, "right")
     if found.kind == "chats":
         served = _as_served(found)
-        key, name = ("messages_key", found.prompt_key), "ServedSFTDataset" if served else "SFTDataset"
+        key, name = "messages_key", "ServedSFTDataset" if served else "SFTDataset"
         over = _over(found, limit)
         more = [f"data.max_length={limit}", f"data.truncation={cut if over else 'error'}"]
         more += [_of_verl(option, value) for option, value in served.items() if option != "turns"]
         more += ["data.pad_mode=right"] * (over > 0 and cut == "left")  # without padding, verl cuts ends only
     else:
-        key, name = ("prompt_key", found.prompt_key), "RLHFDataset"
+        key, name = "prompt_key", "RLHFDataset"
         drops = found.overlong == "drop"
         more = [f"data.max_prompt_length={limit}", f"data.filter_overlong_prompts={str(drops).lower()}"]
         more += [f"data.truncation={cut}"] * (not drops)
-    return [*start, f"data.custom_cls.name={name}", files, f"data.{key[0]}={key[1]}", *more]
+    return [*start, f"data.custom_cls.name={name}", files, f"data.{key}={found.prompt_key}", *more]
 
 
 def _as_served(found: Checked) -> dict[str, Any]:

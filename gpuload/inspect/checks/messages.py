@@ -1,7 +1,6 @@
 """The messages of rows as columns: one entry for each message, whatever form the rows have."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,9 +90,14 @@ class FlatMessages:
 
 def flat_messages(column: pa.Array) -> FlatMessages:
     """The messages of n rows: texts, messages, structs of them by the names of `PARTS`, or any of these as JSON."""
-    found = [_by_columns(part, number) for number, part in _parts_of(column)] if column.type != JSON_TYPE else [None]
-    made = [each for each in found if each is not None]
-    if len(made) < len(found):
+    kind = column.type
+    if kind == JSON_TYPE:
+        return _by_rows(_readable(column))
+    parts = {TEXT_PART if is_text(kind) else 0: column}
+    if pa.types.is_struct(kind):
+        parts = {n: column.field(name) for n, name in enumerate(PARTS) if kind.get_field_index(name) >= 0}
+    made = [each for number, part in parts.items() if (each := _by_columns(part, number)) is not None]
+    if len(made) < len(parts):
         return _by_rows(_readable(column))
     return _in_order(made) if len(made) > 1 else made[0]
 
@@ -101,16 +105,6 @@ def flat_messages(column: pa.Array) -> FlatMessages:
 def matches(texts: Any, pattern: str) -> RowMask:
     """(n,) bool: texts that match a regular expression; a null does not."""
     return as_numpy(fill_null(pc.match_substring_regex(texts, pattern), False))
-
-
-def _parts_of(column: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    kind = column.type
-    if pa.types.is_struct(kind):
-        for name in PARTS:
-            if kind.get_field_index(name) >= 0:
-                yield PARTS.index(name), column.field(name)
-    else:
-        yield (TEXT_PART if is_text(kind) else 0), column
 
 
 def _by_columns(column: pa.Array, part: int) -> FlatMessages | None:

@@ -6,6 +6,7 @@ are its instructions, not its questions, and do not count.
 """
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import offsets_of, ranges
+from gpuload.core.arrow import as_numpy, as_scalar
 
 GRAM = 8
 SHARE = 0.5  # of a prompt's 8-grams that are in one other prompt
@@ -21,20 +23,21 @@ COMMON = 16  # 8-grams that more prompts of a data set have do not count
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse
-_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
-_BLOCK = 1 << 22  # bytes of text whose powers are held at a time
+_BLOCK = 1 << 22  # bytes of text that are split into words at a time
 
-_WORD = np.zeros(256, np.bool_)
-_WORD[[*b"abcdefghijklmnopqrstuvwxyz0123456789"]] = True
-_WORD[0x80:] = True
+# Punctuation of U+2000 to U+203F and U+3000 to U+303F, and full-width signs, separate words, too.
+_BETWEEN = r"[^a-z0-9\x{80}-\x{1FFF}\x{2040}-\x{2FFF}\x{3040}-\x{FEFF}\x{FF10}-\x{10FFFF}]+"
+_ALONE = r"[\x{3040}-\x{D7FF}]"  # scripts without spaces between words
 
 
 def digests(texts: pa.LargeStringArray) -> Ints:
     """(n,) a number for each text, without the white space around it."""
-    stripped = pc.utf8_trim_whitespace(texts).cast(pa.large_binary())
-    whole = b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in stripped.to_pylist())
-    return np.frombuffer(whole, np.int64)
+    return _numbers(pc.utf8_trim_whitespace(texts))
+
+
+def _numbers(texts: pa.LargeStringArray) -> Ints:
+    bytes_of_texts = texts.cast(pa.large_binary()).to_pylist()
+    return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in bytes_of_texts), np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,29 +100,19 @@ def overlapping(ours: Grams, others: Grams) -> tuple[Ints, Ints, npt.NDArray[np.
     return prompt[kept], other[kept], share[kept]
 
 
-def _bounds(texts: pa.LargeStringArray) -> Ints:
-    """(n + 1,) where each text begins in the bytes of the array."""
-    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-
-
 def _blocks(texts: pa.LargeStringArray) -> list[pa.LargeStringArray]:
-    bounds = _bounds(texts)
-    parts, low = [], 0
-    while low < len(texts):
-        high = max(low + 1, int(np.searchsorted(bounds, bounds[low] + _BLOCK, side="right")) - 1)
-        parts.append(texts.slice(low, high - low))
-        low = high
-    return parts
+    block = np.cumsum(as_numpy(pc.binary_length(texts))) // _BLOCK
+    bounds = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(texts)]
+    return [texts.slice(low, high - low) for low, high in itertools.pairwise(bounds)]
 
 
 def _grams(texts: pa.LargeStringArray) -> Grams:
     """The 8-grams of some texts in lower case."""
-    bounds = _bounds(texts)
-    data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[bounds[0] : bounds[-1]]
-    bounds = bounds - bounds[0]
-    begin, end = _words(data, bounds)
-    hashes = _hashes(data, begin, end)
-    prompt = np.searchsorted(bounds, begin, side="right") - 1
+    lists = pc.split_pattern_regex(pc.replace_substring_regex(texts, _ALONE, r" \0 "), _BETWEEN)
+    words, prompt = lists.flatten(), as_numpy(pc.list_parent_indices(lists))
+    some = pc.not_equal(words, as_scalar("", words.type))
+    words, prompt = words.filter(some).dictionary_encode(), prompt[as_numpy(some)]
+    hashes = _numbers(words.dictionary).view(np.uint64)[as_numpy(words.indices)]
     grams = np.zeros(max(0, len(hashes) - GRAM + 1), np.uint64)
     for place in range(GRAM):
         grams = _mixed(grams + hashes[place : place + len(grams)])
@@ -127,51 +120,6 @@ def _grams(texts: pa.LargeStringArray) -> Grams:
     prompt, grams = prompt[: len(grams)][inside], grams[inside]
     _, first = np.unique(grams ^ _mixed(prompt.astype(np.uint64)), return_index=True)
     return Grams(grams[first], prompt[first], len(texts))
-
-
-def _words(data: npt.NDArray[np.uint8], bounds: Ints) -> tuple[Ints, Ints]:
-    """Where words begin and end in `data`, the bytes of all texts, each of which begins at one of `bounds` (n + 1,)."""
-    word = _WORD[data]
-    # Punctuation of U+2000 to U+206F and U+3000 to U+303F, and full-width signs, separate words, too.
-    lead, second, third = data, _shifted(data, 1), _shifted(data, 2)
-    separates = (lead == 0xE2) & (second == 0x80) | (lead == 0xE3) & (second == 0x80)
-    separates |= (lead == 0xEF) & (second == 0xBC) & (third < 0x90)
-    for back in range(3):
-        word[np.flatnonzero(separates) + back] = False
-    single = (lead >= 0xE3) & (lead <= 0xED) & word  # in UTF-8, scripts without spaces between words
-    starts = word.copy()
-    starts[1:] &= ~word[:-1]
-    starts |= single
-    after = np.flatnonzero(single) + 3
-    after = after[after < len(data)]
-    starts[after] |= word[after]
-    texts = bounds[:-1][bounds[:-1] < len(data)]
-    starts[texts] |= word[texts]
-    begin = np.flatnonzero(starts)
-    stops = np.append(np.flatnonzero(~word | starts), len(data))
-    end = stops[np.searchsorted(stops, begin, side="right")]
-    return begin, np.minimum(end, bounds[np.searchsorted(bounds, begin, side="right")])
-
-
-def _shifted(data: npt.NDArray[np.uint8], by: int) -> npt.NDArray[np.uint8]:
-    made = np.zeros_like(data)
-    made[: len(data) - by] = data[by:]
-    return made
-
-
-def _hashes(data: npt.NDArray[np.uint8], begin: Ints, end: Ints) -> Hashes:
-    """A number for each word: a polynomial of its bytes, modulo 2^64, by sums over all bytes."""
-    if not len(begin):
-        return np.zeros(0, np.uint64)
-    powers = np.full(len(data) + 1, _BASE)
-    powers[0] = 1
-    powers = np.cumprod(powers)
-    inverse = np.full(len(data) + 1, _INVERSE)
-    inverse[0] = 1
-    inverse = np.cumprod(inverse)
-    sums = np.zeros(len(data) + 1, np.uint64)
-    np.cumsum((data.astype(np.uint64) + 1) * powers[:-1], out=sums[1:])
-    return _mixed((sums[end] - sums[begin]) * inverse[begin] + (end - begin).astype(np.uint64))
 
 
 def _mixed(values: Hashes) -> Hashes:

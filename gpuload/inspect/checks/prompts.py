@@ -91,30 +91,27 @@ def _repeated(numbers: Ints) -> tuple[RowMask, Ints]:
     return (before < np.arange(len(numbers))) & (numbers != _NOTHING), before
 
 
-def elsewhere(
-    ours: PromptTable, others: PromptTable | None, place: Callable[[int], str], other_place: Callable[[int], str]
-) -> Iterator[Hit]:
+def elsewhere(ours: PromptTable, others: PromptTable | None, place: Callable[[int], str]) -> Iterator[Hit]:
     """Prompts that another file has, too, or of which half is in a prompt of another file.
 
-    Without `others`, the files of ours are compared with each other. The places are from `run.places_of`.
+    Without `others`, the files of ours are compared with each other. `place` is from `run.places_of`, for the others.
     """
     question, file = np.concatenate(ours.question), np.concatenate(ours.file)
     grams = Grams.joined(ours.parts)
     if others is not None:
-        yield from _in_others(question, np.concatenate(others.question), grams, Grams.joined(others.parts), other_place)
+        yield from _in_others(question, np.concatenate(others.question), grams, Grams.joined(others.parts), place)
         return
     found, near = np.zeros((2, len(question)), np.bool_)
-    detail: dict[int, Callable[[int], str]] = {}
-    about: dict[int, Callable[[int], str]] = {}
+    details: tuple[dict[int, Callable[[int], str]], ...] = ({}, {})  # row → what was found in it
     for number in np.unique(file)[1:].tolist():  # each with those before it
         mine, before = file == number, file < number
         theirs = np.where(before, question, _NOTHING)
         hits = _in_others(np.where(mine, question, _NOTHING), theirs, grams.select(mine), grams.select(before), place)
-        for hit, rows, known in zip(hits, (found, near), (detail, about), strict=True):
+        for hit, rows, known in zip(hits, (found, near), details, strict=True):
             rows |= hit.rows
             known.update(dict.fromkeys(np.flatnonzero(hit.rows).tolist(), hit.detail))
-    yield Hit("also elsewhere", found, lambda row: detail[row](row))
-    yield Hit("overlap elsewhere", near, lambda row: about[row](row))
+    yield Hit("also elsewhere", found, lambda row: details[0][row](row))
+    yield Hit("overlap elsewhere", near, lambda row: details[1][row](row))
 
 
 def _in_others(

@@ -1,14 +1,12 @@
 """`gpuload.check`: one pass over the data, and what was found in it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
 from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode, check_choice
@@ -20,7 +18,7 @@ from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit, over_the_li
 from gpuload.inspect.checks.served import served_part
 from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
-from gpuload.inspect.data import KindName, open_data
+from gpuload.inspect.data import KindName, open_data, single_groups
 from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
 from gpuload.kinds.formats import replaced_columns
 from gpuload.kinds.pairs.sizes import PairSizes
@@ -31,7 +29,6 @@ from gpuload.pipeline.parts import SomeRows, SourceRows
 from gpuload.pipeline.run import Job
 from gpuload.pipeline.verify import Verifier
 from gpuload.sources.columns import invalid_rows
-from gpuload.sources.footer import single_group
 from gpuload.sources.read import Source, check_unchanged, with_prompts
 
 CheckedTrainer = Literal["verl", "trl", "slime", "nemo-rl"]
@@ -153,6 +150,8 @@ def checked(
     others = None if against is None else _against(against, job, options)
     run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
     run.over_all_rows()
+    if len(job.sources) > 1:
+        run.compare(None, run.place)
     if others is not None:
         run.compare(*others)
     found = getattr(job.kind, "format", None)
@@ -161,7 +160,7 @@ def checked(
     if labeled_format(job):  # a load asks for it
         given["format"] = found
     return Checked(
-        in_order([*run.collected.findings(run.total), *_single_groups(job.sources)]),
+        in_order([*run.collected.findings(run.total), *_of_groups(job.sources)]),
         [source.name for source in job.sources],
         run.total,
         job.kind.name,
@@ -224,10 +223,8 @@ class _Pass:
     def over_all_rows(self) -> None:
         job = self.job
         engine = job.kind.engine(replace(job.options, device="cpu"), job.reference, False)
-        with ExitStack() as stack:
-            stack.enter_context(engine.loading())
-            stack.enter_context(job.reference.clock_stopped())
-            first = 0
+        first = 0
+        with engine.loading(), job.reference.clock_stopped():
             for number, source in enumerate(job.sources):
                 for rows in self._read(source, first, engine):
                     for hit in self._hits(rows):
@@ -242,13 +239,10 @@ class _Pass:
                 self.collected.note(finder.check, finder.found, note)
         for hit in duplicates(self._table, self.place):
             self.collected.add(hit, 0)
-        if len(job.sources) > 1:
-            for hit in elsewhere(self._table, None, self.place, self.place):
-                self.collected.add(hit, 0)
 
-    def compare(self, others: PromptTable, place: Callable[[int], str]) -> None:
-        """Looks for prompts of other data."""
-        for hit in elsewhere(self._table, others, self.place, place):
+    def compare(self, others: PromptTable | None, place: Callable[[int], str]) -> None:
+        """Looks for prompts that other data has, too, or, if None, another file of these."""
+        for hit in elsewhere(self._table, others, place):
             self.collected.add(hit, 0)
 
     def _read(self, source: Source, first: int, engine: Any) -> Iterator[CheckedRows]:
@@ -271,15 +265,12 @@ class _Pass:
             useless = job.kind.useless(sizes, made.ids, job.options)
             texts = [text.text, *text.more] if as_served is None else [as_served.text]
             messages = flat_messages(column)
-            equal = PairSizes(*sizes).equal > 0 if job.kind.name == "pairs" else None
-            tokens = self._sequences(made.ids)
+            tokens, equal = [made.ids], None
+            if job.kind.name == "pairs":
+                tokens = [sequence(made.ids, REJECTED), sequence(made.ids, CHOSEN)]
+                equal = PairSizes(*sizes).equal > 0
             yield CheckedRows(first, table, column, texts, tokens, rejected, useless, messages, equal, served=as_served)
             first += len(column)
-
-    def _sequences(self, ids: Ragged) -> list[Ragged]:
-        if self.job.kind.name == "pairs":
-            return [sequence(ids, REJECTED), sequence(ids, CHOSEN)]
-        return [ids]
 
     def _hits(self, rows: CheckedRows) -> Iterator[Hit]:
         if rows.served is not None:
@@ -345,10 +336,8 @@ def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int],
     return place
 
 
-def _single_groups(sources: Sequence[Source]) -> Iterator[Finding]:
-    files = [(getattr(source.file, "path", None), source.name) for source in sources]
-    found = [note for path, name in files if path and path.endswith(".parquet") if (note := single_group(path, name))]
-    if found:
+def _of_groups(sources: Sequence[Source]) -> Iterator[Finding]:
+    if found := single_groups(sources):
         rule = RULES["one row group"]
         example, _, remedy = found[0].partition(": rewrite")
         yield Finding("one row group", "info", [], len(found), example, f"rewrite{remedy}" if remedy else rule.remedy)

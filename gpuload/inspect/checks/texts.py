@@ -44,7 +44,9 @@ class TextChecks:
 
     def of(self, rows: CheckedRows) -> Iterator[Hit]:
         """What is wrong with some rows."""
-        yield from self._dropped(rows)
+        count, rejected, useless = rows.messages.count, rows.rejected, rows.useless
+        yield Hit("rows dropped", mask_of(rejected, count), rejected.__getitem__)
+        yield Hit("no loss", mask_of(useless.keys() - rejected.keys(), count), useless.__getitem__)
         yield from self._media(rows)
         if self._label is not None and self._label in rows.table.schema.names:
             yield self._bad_answers(rows, self._label)
@@ -55,11 +57,6 @@ class TextChecks:
         yield from self._arguments(rows.messages)
         yield from self._reasoning(rows)
         yield self._null(rows)
-
-    def _dropped(self, rows: CheckedRows) -> Iterator[Hit]:
-        count, rejected, useless = rows.messages.count, rows.rejected, rows.useless
-        yield Hit("rows dropped", mask_of(rejected, count), rejected.__getitem__)
-        yield Hit("no loss", mask_of(useless.keys() - rejected.keys(), count), useless.__getitem__)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -74,14 +71,16 @@ class TextChecks:
 
     def _control(self, rows: CheckedRows) -> Hit:
         messages = rows.messages
-        by_template = messages.part != TEXT_PART if rows.column.type == JSON_TYPE else np.ones(len(messages), np.bool_)
-        found = matches(messages.text, self._special) & by_template if self._special else ~by_template & by_template
-        return Hit("control tokens", messages.rows_of(found), lambda row: self._special_in(messages, found, row))
+        found = matches(messages.text, self._special) if self._special else np.zeros(len(messages), np.bool_)
+        if rows.column.type == JSON_TYPE:  # texts among conversations are not rendered
+            found = found & (messages.part != TEXT_PART)
 
-    def _special_in(self, messages: FlatMessages, found: RowMask, row: int) -> str:
-        at = _first(messages, found, row)
-        token = pc.struct_field(pc.extract_regex(messages.text[at : at + 1], f"(?P<t>{self._special})"), "t")[0]
-        return f"{token} in a message of {messages.role[at].as_py() or 'the prompt'}"
+        def detail(row: int) -> str:
+            at = _first(messages, found, row)
+            token = pc.struct_field(pc.extract_regex(messages.text[at : at + 1], f"(?P<t>{self._special})"), "t")[0]
+            return f"{token} in a message of {messages.role[at].as_py() or 'the prompt'}"
+
+        return Hit("control tokens", messages.rows_of(found), detail)
 
     def _unknown_roles(self, messages: FlatMessages) -> Hit:
         found = ~messages.has_role(*_ROLES, "")

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, RowNumbers, mask_of
 from gpuload.core.arrow import as_arrow, as_numpy
-from gpuload.core.marks import IDS, LOSS, loss_tokens
+from gpuload.core.marks import IDS, LOSS, loss_tokens, split
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import NONE, FlatMessages, matches
 from gpuload.inspect.checks.rows import CheckedRows, Hit
@@ -111,20 +111,16 @@ class TokenChecks:
             inside = ahead < tokens.offsets[row + 1]
             ahead = np.minimum(ahead, max(len(ids) - 1, 0))
             behind |= inside & ~loss[ahead] & self._special[ids[ahead]]
-        marked = np.zeros((2, len(ids)), np.bool_)
-        marked[0, at[~learned & ~behind]] = True
-        marked[1, at[~learned & behind]] = True
-        return _first_places(marked[0], tokens), _first_places(marked[1], tokens)
+        return _first_places(at[~learned & ~behind], tokens), _first_places(at[~learned & behind], tokens)
 
     def _inserted(self, rows: CheckedRows) -> Hit:
         """Rows with text of the template that is learned in front of a text of a message: neither control tokens, nor
         what follows one, such as a name behind <|channel|>, nor white space. Around calls and reasoning, a template has
         to write something: there, only empty thinking blocks count."""
         (tokens,), messages = rows.tokens, rows.messages
-        ids, loss = Ragged(tokens.values & IDS, tokens.offsets), (tokens.values & LOSS) != 0
-        places = _first_places(self._empty_thinking(rows, ids, loss), tokens)
+        places = _first_places(self._empty_thinking(rows, tokens), tokens)
         more = messages.rows_of((messages.arguments != NONE) | as_numpy(messages.reasoning.is_valid()))
-        left = (ids.lengths > 0) & (places < 0) & ~more
+        left = (tokens.lengths > 0) & (places < 0) & ~more
         # A template inserts text by the roles of messages: all rows are searched only if some with these roles have it.
         for some in (left & _some_of_each_shape(messages, left), left):
             at = np.flatnonzero(some)
@@ -137,10 +133,11 @@ class TokenChecks:
                 break
         return Hit("inserted text learned", places >= 0, lambda row: self._around(tokens, row, int(places[row])))
 
-    def _inserted_text(self, rows: CheckedRows, at: RowNumbers, tokens: Ragged) -> RowMask:
-        """Which tokens of some rows are learned text of the template in front of a text of a message."""
-        ids, loss = Ragged(tokens.values & IDS, tokens.offsets), (tokens.values & LOSS) != 0
-        some = as_arrow(at)
+    def _inserted_text(self, rows: CheckedRows, at: RowNumbers, tokens: Ragged) -> RowNumbers:
+        """The numbers of the tokens of some rows that are learned text of the template in front of a text of a
+        message."""
+        ids, with_loss = split(tokens)
+        loss, some = with_loss.values, as_arrow(at)
         codes = self._finder.codes(rows.column.take(some), ids, rows.texts[0].take(some) if rows.as_served else None)
         # Stretches of tokens with one role and either with or without loss.
         change = np.ones(len(codes) + 1, np.bool_)
@@ -156,26 +153,24 @@ class TokenChecks:
         for token in np.unique(ids.values[inserted]).tolist():
             if not self._reader.piece(token).strip() or self._control[token]:
                 inserted &= ids.values != token
-        return inserted
+        return np.flatnonzero(inserted)
 
-    def _empty_thinking(self, rows: CheckedRows, ids: Ragged, loss: RowMask) -> RowMask:
-        """Which tokens with loss are the first ones of empty thinking blocks, in rows whose messages have no such
-        block."""
-        found = np.zeros(len(loss), np.bool_)
-        texts = rows.texts[0].filter(as_arrow(matches(rows.texts[0], _THINKING)))
-        if not len(texts):
-            return found
-        blocks = set(pc.struct_field(pc.extract_regex(texts, f"(?P<block>{_THINKING})"), "block").to_pylist())
-        own = rows.messages.rows_of(matches(rows.messages.text, _THINKING))
-        allowed = loss & np.repeat(~own, ids.lengths)
-        for block in blocks:
+    def _empty_thinking(self, rows: CheckedRows, tokens: Ragged) -> RowNumbers:
+        """The numbers of the tokens with loss that begin an empty thinking block, in rows whose messages have none."""
+        found = [np.zeros(0, np.int64)]
+        blocks = pc.struct_field(pc.extract_regex(rows.texts[0], f"(?P<block>{_THINKING})"), "block").unique()
+        if blocks.null_count == len(blocks):
+            return found[0]
+        ids, loss = split(tokens)
+        allowed = loss.values & np.repeat(~rows.messages.rows_of(matches(rows.messages.text, _THINKING)), ids.lengths)
+        for block in blocks.drop_null().to_pylist():
             wanted = self._reference.encode(block)
             wanted = wanted[1:-1] if len(wanted) > 3 else wanted  # characters next to it may be in the same tokens
             places = np.flatnonzero(ids.values[: len(ids.values) - len(wanted) + 1] == wanted[0])
             for step, token in enumerate(wanted):
                 places = places[(ids.values[places + step] == token) & allowed[places + step]]
-            found[places] = True
-        return found
+            found.append(places)
+        return np.unique(np.concatenate(found))
 
 
 _OF_EACH_SHAPE = 16  # rows that are searched first
@@ -191,9 +186,9 @@ def _some_of_each_shape(messages: FlatMessages, rows: RowMask) -> RowMask:
     return mask_of(some[number < _OF_EACH_SHAPE], len(rows))
 
 
-def _first_places(marked: RowMask, tokens: Ragged) -> npt.NDArray[np.int64]:
-    """(n,) the place of the first marked token of each row, -1 if there is none."""
-    at = np.flatnonzero(marked)[::-1]
+def _first_places(at: RowNumbers, tokens: Ragged) -> npt.NDArray[np.int64]:
+    """(n,) the place of the first of some tokens in each row, -1 if it has none of them; their numbers ascend."""
+    at = at[::-1]  # of several, the first one stays
     places = np.full(len(tokens), -1)
     row = np.searchsorted(tokens.offsets, at, side="right") - 1
     places[row] = at - tokens.offsets[row]

@@ -274,10 +274,9 @@ class ServedEngine(HostEngine):
         reference, some = self._reference, [each for each in found if each.given is not None]
         texts = [texts_to_encode(each.given or (), reference.anchor) for each in some]
         ids = self.ids(as_arrow(list(itertools.chain(*texts)), pa.large_string())) if some else Ragged.from_lists([])
-        skip = len(reference.encode(reference.anchor)) if reference.anchor else 0
         made, at = {}, 0
         for each, own in zip(some, texts, strict=True):
-            made[id(each)] = rows_of_given(reference, each.given or (), each.wanted, ids, at, skip)
+            made[id(each)] = rows_of_given(reference, each.given or (), each.wanted, ids, at, reference.anchor_size)
             at += len(own)
         return made
 

@@ -56,14 +56,13 @@ def given_answers(
         if prompt is None:
             made.append(GivenAnswer(message, number, None, turn))
             continue
-        base, rest = None, ""
-        if reference.history == "sampled":
-            base = next((at for text, at in reversed(known) if prompt.startswith(text)), None)
-            rest = "" if base is None else prompt[len(next(text for text, at in known if at == base)) :]
-        rewritten = bool(known) and base is None and reference.history == "sampled"
+        earlier = known if reference.history == "sampled" else []
+        begins = [(text, at) for text, at in earlier if prompt.startswith(text)]
+        begun, base = begins[-1] if begins else (prompt, None)
+        rewritten = bool(earlier) and base is None
         if given is not None and isinstance(turn, Turn):
             known.append((text_with_stop(reference, writer, turn, given), len(made)))
-        made.append(GivenAnswer(message, number, prompt, turn, base, rest, rewritten))
+        made.append(GivenAnswer(message, number, prompt, turn, base, prompt.removeprefix(begun), rewritten))
     return made
 
 
@@ -112,7 +111,7 @@ def rows_of_given(
                         count_answer(made.counts, each.turn, merged)
         if each.number in wanted:
             turns.append(found)
-    return ServedRows.of_turns(turns, made.counts)
+    return ServedRows.of(turns, made.counts)
 
 
 def _ids_of_text(

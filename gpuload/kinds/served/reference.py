@@ -163,7 +163,7 @@ class ServedReference(ChatReference):
             if isinstance(turn, Turn) and isinstance(made, LearnedAnswer):
                 count_answer(counts, turn, merged)
             found.append(made)
-        return ServedRows.of_turns(found, counts)
+        return ServedRows.of(found, counts)
 
     def _learned(
         self, turn: Turn | int, weight: float, messages: Sequence[Any], call: TemplateCall
@@ -193,7 +193,7 @@ class ServedReference(ChatReference):
         if merged:
             before = self.anchor
             encoded = self.tokenizer(before + turn.answer, add_special_tokens=False)
-            skipped = len(self.encode(before)) if before else 0
+            skipped = self.anchor_size
             answer, shift = list(encoded["input_ids"])[skipped:], len(before)
             ids, begin = prompt + answer, len(prompt)
         found = np.zeros(len(ids) - begin, np.int32)
@@ -209,14 +209,18 @@ class ServedReference(ChatReference):
 
     def encode_behind(self, text: str) -> list[int]:
         """The ids of text behind a special token."""
-        before = self.anchor
-        return self.encode(before + text)[len(self.encode(before)) if before else 0 :]
+        return self.encode(self.anchor + text)[self.anchor_size :]
 
     @cached_property
     def anchor(self) -> str:
         """A special token behind which text is encoded as in the middle of another text; empty if there is none."""
         token = str(self.tokenizer.eos_token or "")
         return token if token and len(self.encode(token)) == 1 else ""
+
+    @property
+    def anchor_size(self) -> int:
+        """How many ids the anchor has."""
+        return 1 if self.anchor else 0
 
     @property
     def variant(self) -> str:

@@ -54,7 +54,7 @@ class RewriteFinder:
     def look(self, source: Source, numbers: RowNumbers, prompts: Prompts, sizes: RowNumbers) -> None:
         """See `Finder`."""
         if self._on and not self._probed:
-            self._on, self._probed = self._rewrites(), True
+            self._on, self._probed = any(self._differs(each, all_of_them=True) for each in _PROBES), True
         if not self._on or self._seconds <= 0:
             return
         began = time.thread_time()
@@ -87,9 +87,6 @@ class RewriteFinder:
     @cached_property
     def _stops(self) -> re.Pattern[str]:
         return TurnWriter(self._reference.call, self._reference.prompting).stops
-
-    def _rewrites(self) -> bool:
-        return any(self._differs(messages, all_of_them=True) for messages in _PROBES)
 
     def _differs(self, prompt: Any, all_of_them: bool = False) -> bool | None:
         """Whether an answer with loss is learned otherwise than inference would have it; None if there is none, or

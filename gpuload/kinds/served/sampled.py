@@ -111,10 +111,8 @@ class _Sampled:
         if not answer.bits.any():
             return NO_BLOCK
         count_answer(self.counts, turn, merged)
-        if answer.ids[: answer.begin].tolist() == prompt:
-            return answer
-        ids = answer.ids[answer.begin :]
-        return LearnedAnswer(turn.number, np.array([*prompt, *ids], np.int32), len(prompt), answer.bits)
+        ids = np.array([*prompt, *answer.ids[answer.begin :]], np.int32)
+        return LearnedAnswer(turn.number, ids, len(prompt), answer.bits)
 
     def _ids_of(self, prompt: str) -> list[int]:
         if self._reference.history == "sampled" and self._known:
@@ -142,4 +140,4 @@ def rows_of_sampled(
         found = made.answer(number, reference.bits_of(wanted.get(number, 1.0)))
         if number in wanted:
             turns.append(found)
-    return ServedRows.of_turns(turns, made.counts)
+    return ServedRows.of(turns, made.counts)

@@ -66,10 +66,12 @@ class ServedRows:
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))  # see `COUNTS`
 
     @classmethod
-    def of(cls, answers: Sequence[LearnedAnswer]) -> "ServedRows":
+    def of(cls, turns: Sequence[LearnedAnswer | int], counts: list[int]) -> "ServedRows":
         """The fewest rows that have each answer behind its prompt: those that are not the beginning of another one.
-        Each answer is learned in the first of them that begins with it."""
-        made = cls()
+        Each answer is learned in the first of them that begins with it. In the place of a turn that is not learned is
+        the number of the reason."""
+        answers = [turn for turn in turns if not isinstance(turn, int)]
+        made = cls(reasons=dict(Counter(turn for turn in turns if isinstance(turn, int))), counts=counts)
         texts = [one.ids.tobytes() for one in answers]
         # A row need not be written if another one begins with it; of equal ones the first is written.
         kept = [
@@ -84,14 +86,6 @@ class ServedRows:
             whole[row][one.begin : end] |= np.where(free, one.bits, 0)
             made.answers.append((row, one.begin, end, one.number))
         made.rows = [(ids, answers[k].number) for ids, k in zip(whole, kept, strict=True)]
-        return made
-
-    @classmethod
-    def of_turns(cls, turns: Sequence["LearnedAnswer | int"], counts: list[int]) -> "ServedRows":
-        """As `of`. In the place of a turn that is not learned is the number of the reason."""
-        made = cls.of([turn for turn in turns if not isinstance(turn, int)])
-        made.reasons = dict(Counter(turn for turn in turns if isinstance(turn, int)))
-        made.counts = counts
         return made
 
     def words(self) -> Ids:

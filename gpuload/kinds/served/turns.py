@@ -260,29 +260,27 @@ def stop_tokens(call: TemplateCall) -> set[str]:
         some = sorted((token for token in added if token in tail), key=len, reverse=True)  # of thousands
         return re.findall("|".join(map(re.escape, some)) or "(?!)", tail)
 
-    for tail in _tails(call, [lambda mark: mark, lambda mark: [{"type": "text", "text": mark}]]):
+    mark = f"text {secrets.token_hex(8)}"
+    contents: list[Any] = [mark, [{"type": "text", "text": mark}]]
+    for tail in _tails(call, mark, [{"content": content} for content in contents]):
         if tokens := tokens_in(tail):
             found.add(tokens[0])
             break
-    function = {"name": "f", "arguments": {}}
-    calls = [lambda mark: {"x": mark}, lambda mark: f'{{"x": "{mark}"}}']
-    for tail in _tails(call, [lambda mark, make=make: [function | {"arguments": make(mark)}] for make in calls], True):
+    functions = [{"name": "f", "arguments": arguments} for arguments in ({"x": mark}, f'{{"x": "{mark}"}}')]
+    calls = [[{"type": "function", "id": "call00001", "function": function}] for function in functions]
+    for tail in _tails(call, mark, [{"content": "", "tool_calls": each} for each in calls]):
         tokens = tokens_in(tail)
         found |= set(tokens[-1:]) if not found.intersection(tokens) else set()
         break
     return found
 
 
-def _tails(call: TemplateCall, makes: Sequence[Any], calls: bool = False) -> Iterator[str]:
-    """What a template writes behind the text of an answer, or behind that of a call."""
-    for make in makes:
-        mark = f"text {secrets.token_hex(8)}"
-        answer: dict[str, Any] = {"role": "assistant", "content": "" if calls else make(mark)}
-        if calls:
-            answer["tool_calls"] = [{"type": "function", "id": "call00001", "function": each} for each in make(mark)]
-        question: Any = "q" if calls or isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
+def _tails(call: TemplateCall, mark: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a template writes behind a mark in some answers, of those that it takes and prints."""
+    for answer in answers:
+        question: Any = "q" if isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
         try:
-            text = call.render([{"role": "user", "content": question}, answer])
+            text = call.render([{"role": "user", "content": question}, {"role": "assistant", **answer}])
         except Exception:
             continue
         if mark in text:
