@@ -161,6 +161,13 @@ def test_what_is_prepared_for_trl(
     assert len(names["train_dataset"]) == 4
 
 
+@pytest.mark.parametrize("trainer", ["trl", "verl", "slime", "nemo-rl", None])
+def test_weights_that_a_trainer_does_not_read(qwen_folder: str, tmp_path: Path, trainer: Any) -> None:
+    for weight, told in ((0.25, trainer is not None), (1, False)):
+        path = in_file(tmp_path / "rows.jsonl", [{"messages": chat(n, weight=weight)} for n in range(3)])
+        assert ("does not read weights of answers" in lines_of(path, qwen_folder, trainer)) == told
+
+
 def test_several_files(qwen_folder: str, tmp_path: Path) -> None:
     files = [in_file(tmp_path / f"{k}.jsonl", [{"messages": chat(n)} for n in range(k, k + 3)]) for k in (1, 9)]
     for trainer, line in (("slime", "--prompt-data all.jsonl"), ("nemo-rl", "+data.train.data_path=all.jsonl")):

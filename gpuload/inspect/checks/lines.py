@@ -62,7 +62,10 @@ def lines_for(found: Checked, trainer: CheckedTrainer | None, limit: int | None)
     if _over(found, limit) == len(found.lengths) and not (len(found.lengths) and (endless or _cuts(found, trainer))):
         return []
     make = {None: _python, "verl": _verl, "trl": _trl, "slime": _slime, "nemo-rl": _nemo_rl}[trainer]
-    return make(found, limit)
+    return [*[_UNWEIGHTED] * (found.weighted and trainer is not None), *make(found, limit)]
+
+
+_UNWEIGHTED = "# the trainer does not read weights of answers: without a loss function of your own, all count alike"
 
 
 def _python(found: Checked, limit: int) -> list[str]:

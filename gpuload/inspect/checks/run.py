@@ -53,6 +53,7 @@ class Checked:
     overlong: Overlong = "drop"  # what becomes of rows that are too long
     tools: bool = False  # the rows have a column of tools
     other_messages: bool = False  # a column `messages` is there, too, and is not the one that was checked
+    weighted: bool = False  # answers have weights other than 0 and 1
 
     @property
     def passed(self) -> list[str]:
@@ -173,6 +174,7 @@ def checked(
         overlong,
         tools=any(TOOLS in replaced_columns(source) for source in job.sources),
         other_messages=key != "messages" and any("messages" in source.schema.names for source in job.sources),
+        weighted=bool(getattr(job.kind, "weights", ())),
     )
 
 
