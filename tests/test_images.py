@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_cases import BUILDERS, XMP, encoded, encodings, picture, text_behind
+from image_cases import BUILDERS, XMP, encoded, encodings, exif, picture, text_behind
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 from tiers import core, exhaustive
 
@@ -164,6 +164,26 @@ def test_sizes_of_headers_are_those_of_decoded_images(transpose: bool) -> None:
         image.load()
         header = read_header(data, transpose)
         assert (header.height, header.width) == (image.height, image.width), name
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_images_are_decoded_as_pillow_does(transpose: bool) -> None:
+    turned = {f"turned {number}": encoded(picture(90, 61), "JPEG", exif=exif(number)) for number in range(1, 9)}
+    for name, data in {**dict(encodings()), **turned}.items():
+        image = Image.open(io.BytesIO(data))
+        wanted = (ImageOps.exif_transpose(image) if transpose else image).convert("RGB")
+        found = decode(data, transpose)
+        assert (type(found), found.mode, found.size) == (Image.Image, "RGB", wanted.size), name
+        assert found.tobytes() == wanted.tobytes(), name
+        assert found.getexif() == wanted.getexif(), name
+
+
+def test_images_are_not_copied_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    copy = Image.Image.copy
+    monkeypatch.setattr(Image.Image, "copy", lambda self: copies.append(self) or copy(self))
+    decode(encoded(picture(90, 61), "JPEG"))
+    assert len(copies) == 1
 
 
 def test_a_png_that_pillow_cannot_turn() -> None:

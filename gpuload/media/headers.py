@@ -146,8 +146,8 @@ def decode(data: Any, transpose: bool = True) -> Any:
             warnings.simplefilter("ignore")
             image = _parsed(data)
             if transpose:
-                image = ImageOps.exif_transpose(image)
-            return image.convert("RGB")
+                ImageOps.exif_transpose(image, in_place=True)
+            return image.convert("RGB")  # a copy in any case, which is independent of the file
     except ImageError:
         raise
     except Exception as error:
