@@ -4,7 +4,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,9 @@ from gpuload.reference.template_call import first_line
 from gpuload.sources.batches import BATCH_BYTES
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
+
+if TYPE_CHECKING:
+    from gpuload.template.compiler import ChatProgram
 
 _Found = tuple[ImageRule | None, str | None, tuple[str, tuple[int, ...]] | None]
 """A rule, or why there is none; and see `ImageFacts.type_ids`."""
@@ -108,6 +111,15 @@ class ImageEngine(HostEngine):
         except Exception as error:
             understood = isinstance(error, NotUnderstoodError)
             return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
+
+    @property
+    def program(self) -> "ChatProgram":
+        from gpuload.template.compiler import known_program  # loads from the token cache do without
+
+        with self._lock:
+            if self._program is None and self._reference.answers is None:
+                self._program = known_program(self._reference.call)
+        return super().program
 
     @property
     def by_prompt(self) -> bool:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pyarrow as pa
 
+from gpuload.core.arrays import offsets_of
 from gpuload.core.arrow import as_arrow
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.protocol import ArrowPrompts
@@ -124,7 +125,7 @@ def _prompts_of(
     _held[held.number] = held
     name, prompts = (JSON, prompts.storage) if prompts.type == JSON_TYPE else (PROMPT, prompts)
     column = pa.StructArray.from_arrays([prompts, _arrow(images, held)], [name, "images"])
-    references = as_arrow([[each.reference(spool, source) for each in row] for row in images], pa.list_(REFERENCE))
+    references = _references(images, spool, source)
     if options.image_key in names:
         table = table.set_column(names.index(options.image_key), options.image_key, references)
     else:
@@ -160,15 +161,13 @@ class FoundImage:
     nbytes: int | None = None
     sample: int | None = None
 
-    def reference(self, spool: Spool | None, source: str) -> dict[str, Any]:
-        """What a row of a source has in its place."""
-        height, width, kind = self.header or (None, None, None)
-        found = {"height": height, "width": width, "format": kind, "path": self.media.path}
-        found |= {"nbytes": self.nbytes, "sample": self.sample}
-        if spool is not None and self.header is not None and self.media.data is not None:
-            found["offset"], found["sample"] = spool.add(source, self.media.data)
-            found["nbytes"] = len(self.media.data)
-        return found
+    def reference(self, spool: Spool | None, source: str) -> tuple[Any, ...]:
+        """What a row of a source has in its place: the fields of a `REFERENCE`."""
+        header, data = self.header or (None, None, None), self.media.data
+        if spool is None or self.header is None or data is None:
+            return (*header, self.media.path, None, self.nbytes, self.sample)
+        offset, checksum = spool.add(source, data)
+        return (*header, self.media.path, offset, len(data), checksum)
 
 
 def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions) -> list[FoundImage]:
@@ -179,7 +178,7 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
         return [FoundImage(Media(b""), None, wrong)]
     found = []
     for number, value in enumerate(values):
-        media = Media(b"")
+        media = None
         try:
             media = media_of(value, places)
             data = media.open()
@@ -189,8 +188,8 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
             again = media.data is None and options.media != "reference"
             found.append(FoundImage(media, header, None, *((len(data), sample_of(data)) if again else ())))
         except ImageError as error:
-            if isinstance(error, NoFileError):
-                media = Media(b"", given=error.given)
+            if media is None:
+                media = Media(b"", given=error.given if isinstance(error, NoFileError) else None)
             name = "" if media.path is None else f" ({media.path!r})"
             found.append(FoundImage(media, None, f"image {number}{name}: {error}"))
     return found
@@ -234,18 +233,29 @@ def _or_none(one: pa.Array) -> Any:
 
 
 def _arrow(images: list[list[FoundImage]], held: HeldImages) -> pa.Array:
-    at = itertools.count()
-    rows = [
-        [
-            {
-                "batch": held.number,
-                "at": next(at),
-                "height": None if each.header is None else each.header.height,
-                "width": None if each.header is None else each.header.width,
-                "problem": each.problem,
-            }
-            for each in row
-        ]
-        for row in images
-    ]
-    return as_arrow(rows, pa.list_(_IMAGE))
+    found = [each for row in images for each in row]
+    headers = [each.header for each in found]
+    return _lists(
+        images,
+        _IMAGE,
+        [held.number] * len(found),
+        list(range(len(found))),
+        [None if each is None else each.height for each in headers],
+        [None if each is None else each.width for each in headers],
+        [each.problem for each in found],
+    )
+
+
+def _references(images: list[list[FoundImage]], spool: Spool | None, source: str) -> pa.Array:
+    """What rows of a source have in the place of their images."""
+    found = [each.reference(spool, source) for row in images for each in row]
+    return _lists(images, REFERENCE, *(zip(*found, strict=True) if found else [[]] * len(REFERENCE)))
+
+
+def _lists(rows: Sequence[Sequence[Any]], kind: pa.DataType, *fields: Sequence[Any]) -> pa.Array:
+    """A column of lists of structs from the fields of all of these: dicts for each would take several times as long."""
+    values = pa.StructArray.from_arrays(
+        [as_arrow(list(values), field.type) for values, field in zip(fields, kind, strict=True)], fields=list(kind)
+    )
+    offsets = offsets_of(np.fromiter(map(len, rows), np.int64, len(rows))).astype(np.int32)
+    return pa.Array.from_buffers(pa.list_(kind), len(rows), [None, pa.py_buffer(offsets)], children=[values])
