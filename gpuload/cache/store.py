@@ -39,7 +39,6 @@ from gpuload.cache.known_tokenizer import KnownReference
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import StoreError
 from gpuload.core.files import PartialDirectory
-from gpuload.core.meanwhile import Meanwhile
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.reference.reference import Reference
@@ -91,17 +90,12 @@ class TokenCache:
         if reason:
             self._stop(reason)
 
-    @property
+    @cached_property
     def decides(self) -> bytes | None:
         """What identifies ids, apart from the content of their file; None if they are not cached. For a tokenizer that
         nobody has asked for its fingerprint, this takes a tenth of a second, in which no other thread has the
         interpreter lock."""
-        return None if self._decides is None else self._decided.result()
-
-    @cached_property
-    def _decided(self) -> Meanwhile[bytes]:
-        assert self._decides is not None
-        return Meanwhile(self._decides)
+        return None if self._decides is None else self._decides()
 
     def find(self, source: Source) -> Entry | None:
         """The entry of a source; None if its tokens must be made."""
@@ -125,8 +119,7 @@ class TokenCache:
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
         self._contents[source.name] = content
-        if not self._may_have(source):
-            _ = self._decided  # so the tokenizer is identified while others encode
+        if not self._may_have(source):  # so the tokenizer is identified later, while others encode
             self._missing.add(source.name)
             return None
         key = self._key(source)

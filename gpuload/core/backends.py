@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import Ragged
-from gpuload.core.meanwhile import without_lock
-
-_MANY_CHARACTERS = 1 << 16  # that take longer to encode than a thread takes to start
 
 Encode = Callable[[list[str]], Ragged]
 
@@ -128,8 +125,6 @@ def batch_encoder(backend: Any, model_json: Callable[[], str]) -> Encode:
 
 
 def _encode_fast(backend: Any, texts: list[str]) -> Ragged:
-    if sum(map(len, texts)) >= _MANY_CHARACTERS:
-        without_lock()
     return Ragged.from_lists([row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)])
 
 
