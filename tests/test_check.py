@@ -293,6 +293,14 @@ def test_files_are_compared_with_each_other(qwen: Any, tmp_path: Path) -> None:
     assert hits["also elsewhere"].example == f"{files[1]} row 100: as {files[0]} row 3"
 
 
+@pytest.mark.parametrize("words", [1, 8, 16, 23, 24, 40])
+def test_files_with_few_words(qwen: Any, tmp_path: Path, words: int) -> None:
+    files = [str(tmp_path / f"{number}.json") for number in range(2)]
+    for file, text in zip(files, (" ".join(f"a{k}" for k in range(words)), "zz yy xx"), strict=True):
+        Path(file).write_text(json.dumps([{"prompt": text}]))
+    assert not [hit for hit in gpuload.check(files, qwen, token_cache=False) if "overlap" in hit.check]
+
+
 def test_instructions_that_all_prompts_have_are_no_overlap(qwen: Any, tmp_path: Path) -> None:
     rule = question(1, 60)
     rows = [[{"prompt": user(f"{question(n, 10)} {rule}")} for n in range(start, start + 50)] for start in (10, 100)]

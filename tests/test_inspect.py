@@ -295,11 +295,11 @@ def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
     monkeypatch.setattr(footer, "_MOST_GROUP_BYTES", 1000)
     monkeypatch.setenv("COLUMNS", "1000")
     table = pa.table({column: [f"{n} " * 20 for n in range(100)]})
-    pq.write_table(table, "train.parquet")
+    pq.write_table(table, "train.PARQUET")
     pq.write_table(table.slice(0, 2), "small.parquet")
-    main(["inspect", "train.parquet", "small.parquet", "--tokenizer", qwen_folder])
+    main(["inspect", "train.PARQUET", "small.parquet", "--tokenizer", qwen_folder])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "row group" in line]
-    assert "train.parquet: one row group of 0 MB" in line
+    assert "train.PARQUET: one row group of 0 MB" in line
     (rewrite,) = re.findall(r"pq\.write_table\(.*row_group_size=\d+\)", line)
     eval(rewrite)
     assert pq.read_table("new.parquet").equals(table)

@@ -51,10 +51,12 @@ def test_other_limits_of_pixels_are_those_of_the_processor(file: str) -> None:
     assert f" {found.lengths.max()} " in line
 
 
-def test_processors_without_a_limit_and_names_without_a_processor(file: str) -> None:
+def test_processors_without_a_limit_and_names_without_a_processor(file: str, qwen_folder: str) -> None:
     assert "no limit of pixels" in images_text(load_with_images([file], processor_named("llava"), "pictures", None))
     with pytest.raises(OptionError, match=r"'/nowhere' has no processor of images"):
         load_with_images([file], "/nowhere", "pictures", None)
+    with pytest.raises(OptionError, match=r"has no processor of images \(.*image_processor"):
+        load_with_images([file], qwen_folder, "pictures", None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 import gpuload
-from gpuload.core.errors import SourceError
+from gpuload.core.errors import SourceError, TokenizerError
 from gpuload.demo_data import demo_files
 from gpuload.sources.fetch import FORMATS, SourceFile, resolve
 from gpuload.sources.read import open_file
@@ -226,6 +226,12 @@ def test_a_tilde_is_the_home_folder(name: str, tmp_path: Path, cache: Path, monk
     touch(tmp_path, "a.parquet")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert paths(resolve(name, str(cache))) == [str(tmp_path / "a.parquet")]
+
+
+def test_an_unknown_user_has_no_home_folder(cache: Path) -> None:
+    assert message("~no-such-user/train.parquet", cache).startswith("~no-such-user/train.parquet: no file matches")
+    with pytest.raises(TokenizerError, match="no such directory: check the path"):
+        gpuload.load(pa.table({"prompt": ["a"]}), "~no-such-user/tokenizer")
 
 
 def test_a_glob_gives_its_files_sorted_and_no_folders(tmp_path: Path, cache: Path) -> None:

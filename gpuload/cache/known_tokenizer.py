@@ -95,24 +95,24 @@ def open_known(tokenizer: Any, options: Options, kind: type[Reference] = Referen
     if path is None or facts is None:
         return kind(tokenizer, **own, **options.of_tokenizer())
     # The process may be in another directory when the tokenizer is opened, and its files may be others.
-    return known.know(facts, partial(_open_again, _absolute(tokenizer), options, kind, own, known.variant, path))
+    again = partial(kind, str(_absolute(tokenizer)), **own, **options.of_tokenizer())
+    return known.know(facts, partial(_the_same, again, facts["fingerprint"]))
 
 
-def _open_again(
-    tokenizer: Path, options: Options, kind: type[Reference], own: Mapping[str, Any], variant: str, path: Path
-) -> Reference:
-    """The tokenizer of which something was remembered at this path.
+def _the_same(open_tokenizer: Callable[[], Reference], fingerprint: str) -> Reference:
+    """The opened tokenizer.
 
     Raises:
-        TokenizerError: its files are not those of then.
+        TokenizerError: it is not the one with this fingerprint.
     """
-    if not tokenizer.exists() or _facts_path(tokenizer, options, kind, variant) != path:
-        raise TokenizerError(f"{tokenizer}: the tokenizer was changed since the load: load again")
-    return kind(str(tokenizer), **own, **options.of_tokenizer())
+    opened = open_tokenizer()
+    if opened.fingerprint() != fingerprint:
+        raise TokenizerError(f"{opened.name}: the tokenizer was changed since the load: load again")
+    return opened
 
 
 def _absolute(tokenizer: str | os.PathLike[str]) -> Path:
-    return Path(os.fspath(tokenizer)).expanduser().absolute()
+    return Path(os.path.expanduser(os.fspath(tokenizer))).absolute()
 
 
 def remember(tokenizer: Any, options: Options, reference: Reference) -> None:

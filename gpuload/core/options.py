@@ -234,7 +234,7 @@ def template_source(template: str | os.PathLike[str], option: str = "chat_templa
     if isinstance(template, str) and (is_template(path) or not path.lower().endswith(".jinja")):
         return path
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise OptionError(f"{option}={path!r}: no such file: check the path") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -125,7 +125,7 @@ def _kind_of_all(sources: Sequence[Source], prompt_key: str, messages_key: str |
 def single_groups(sources: Sequence[Source]) -> list[str]:
     """What there is to say about large parquet files of one row group, see `single_group`."""
     paths = [(getattr(source.file, "path", ""), source.name) for source in sources]
-    remarks = [single_group(path, name) for path, name in paths if path.endswith(".parquet")]
+    remarks = [single_group(path, name) for path, name in paths if path.lower().endswith(".parquet")]
     return [remark for remark in remarks if remark]
 
 

@@ -35,13 +35,15 @@ def load_with_images(files: Sequence[str], processor: Any, key: str, kind: KindN
         from transformers import AutoProcessor
 
         try:
-            processor = AutoProcessor.from_pretrained(processor)
+            opened = AutoProcessor.from_pretrained(processor)
+            _ = opened.image_processor  # a tokenizer has none
         except Exception as error:
             raise OptionError(f"--images: {processor!r} has no processor of images ({error!s:.200})") from error
-    opened = [source for source in open_all(list(files), Options()) if source.num_rows]
-    if not opened:
+        processor = opened
+    sources = [source for source in open_all(list(files), Options()) if source.num_rows]
+    if not sources:
         raise DataError(f"no rows in {', '.join(files)}")
-    kind = kind or kind_of(opened[0], options.get("prompt_key", "prompt"), options.get("messages_key"))
+    kind = kind or kind_of(sources[0], options.get("prompt_key", "prompt"), options.get("messages_key"))
     given = {name: value for name, value in options.items() if value not in (None, False)}
     if kind == "prompts":
         return load(list(files), processor, image_key=key, max_prompt_length=NO_LIMIT, **given)

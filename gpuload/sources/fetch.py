@@ -129,7 +129,7 @@ def local_files(name: str) -> list[SourceFile]:
 
 
 def _find(name: str) -> list[SourceFile]:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return _folder(path, name)
     if path.exists() or path.is_symlink():

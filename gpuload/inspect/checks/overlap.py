@@ -66,7 +66,7 @@ class Grams:
     def distinctive(self) -> "Grams":
         """Without 8-grams that many prompts have."""
         ordered = np.sort(self.grams)
-        common = np.unique(ordered[COMMON:][ordered[COMMON:] == ordered[: len(ordered) - COMMON]])
+        common = np.unique(ordered[COMMON:][ordered[COMMON:] == ordered[: max(0, len(ordered) - COMMON)]])
         if not len(common):
             return self
         keep = common[np.minimum(np.searchsorted(common, self.grams), len(common) - 1)] != self.grams
