@@ -322,8 +322,11 @@ def test_a_process_has_the_images_of_another(qwen: Any, tmp_path: Path, warm_cac
         pq.write_table(pa.table(table).drop_columns(wrong), tmp_path / f"{name}.parquet")
     script = """if True:
         import sys, gpuload
+        folder, store, wanted, torchvision = sys.argv[1:]
+        if int(torchvision):
+            sys.path.append("..")
+            import bench.cuda_torchvision, torchvision
         from image_cases import BUILDERS
-        folder, store, wanted = sys.argv[1:]
         for name in ("chats", "pairs"):
             load = getattr(gpuload, f"load_{name}")
             file = f"{folder}/{name}.parquet"
@@ -337,7 +340,7 @@ def test_a_process_has_the_images_of_another(qwen: Any, tmp_path: Path, warm_cac
         environment = {**os.environ, "GPULOAD_CACHE": str(tmp_path / store)}
         said_by = [
             subprocess.run(
-                [sys.executable, "-c", script, str(tmp_path), store, number],
+                [sys.executable, "-c", script, str(tmp_path), store, number, str(int("on_torchvision" in sys.modules))],
                 capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parent,
             ).stdout
             for number in "01"
