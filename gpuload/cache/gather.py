@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
+from gpuload.core.arrow import bitmap
 
 _FEW = 12  # tables
 _MOST = (1 << 31) - 1  # of what 32-bit offsets can count
@@ -143,12 +144,12 @@ def _gathered(
     if len(there):
         bits = np.ones(count, np.bool_)
         bits[there] = space.bits(valid[there], rows[there])
-        mask = None if bits.all() else _bits(bits)
+        mask = None if bits.all() else bitmap(bits)
     if pa.types.is_struct(kind):
         children = [_gathered(field.type, space, buffers, part, rows) for field in kind]
         return pa.Array.from_buffers(kind, count, [mask], children=children)
     if pa.types.is_boolean(kind):
-        return pa.Array.from_buffers(kind, count, [mask, _bits(space.bits(next(buffers)[part], rows))])
+        return pa.Array.from_buffers(kind, count, [mask, bitmap(space.bits(next(buffers)[part], rows))])
     if _is_numbers(kind):
         values = space.values(kind.bit_width // 8, next(buffers)[part], rows)
         return pa.Array.from_buffers(kind, count, [mask, pa.py_buffer(values)])
@@ -172,10 +173,6 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _is_numbers(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _bits(mask: np.ndarray[Any, Any]) -> pa.Buffer:
-    return pa.py_buffer(np.packbits(mask, bitorder="little"))
 
 
 def _has(schema: pa.Schema, field: pa.Field) -> bool:

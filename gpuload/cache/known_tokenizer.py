@@ -39,12 +39,8 @@ class KnownReference(Reference):
 
     def know(self, facts: Mapping[str, Any], open_tokenizer: Callable[[], Reference]) -> Self:
         """The same, with what is remembered."""
-        self._open, self._facts, self.name, self.uses_template = (
-            open_tokenizer,
-            facts,
-            facts["name"],
-            facts["uses_template"],
-        )
+        self._facts, self.name, self.uses_template = facts, facts["name"], facts["uses_template"]
+        self._open = open_tokenizer
         return self
 
     @cached_property

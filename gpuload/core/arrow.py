@@ -61,12 +61,13 @@ def fill_null(array: Any, value: Any) -> Any:
 
 def _of_numbers(values: np.ndarray[Any, Any]) -> pa.Array:
     if values.dtype.kind == "b":
-        return pa.Array.from_buffers(pa.bool_(), len(values), [None, _bits(values)])
+        return pa.Array.from_buffers(pa.bool_(), len(values), [None, bitmap(values)])
     data = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, data])
 
 
-def _bits(mask: np.ndarray[Any, Any]) -> pa.Buffer:
+def bitmap(mask: np.ndarray[Any, Any]) -> pa.Buffer:
+    """A mask as Arrow has it: a bit for each value."""
     return pa.py_buffer(np.packbits(mask, bitorder="little"))
 
 
@@ -75,7 +76,7 @@ def _of_objects(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
     count, types = len(values), set(map(type, values))
     mask = None
     if type(None) in types:
-        mask = _bits(np.fromiter((value is not None for value in values), np.bool_, count))
+        mask = bitmap(np.fromiter((value is not None for value in values), np.bool_, count))
         types.remove(type(None))
 
     def made(*buffers: pa.Buffer, children: Sequence[pa.Array] = ()) -> pa.Array:
@@ -99,7 +100,7 @@ def _of_objects(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
         texts = [value or b"" for value in values]
         return made(bounds(texts, True), pa.py_buffer(b"".join(texts)))
     if pa.types.is_boolean(kind) and types <= {bool}:
-        return made(_bits(np.fromiter(map(bool, values), np.bool_, count)))
+        return made(bitmap(np.fromiter(map(bool, values), np.bool_, count)))
     if (pa.types.is_int64(kind) and types <= {int}) or (pa.types.is_float64(kind) and types <= {float}):
         width = np.int64 if pa.types.is_int64(kind) else np.float64
         return made(pa.py_buffer(np.fromiter((0 if value is None else value for value in values), width, count)))

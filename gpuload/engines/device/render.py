@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
+from gpuload.core.arrow import bitmap
 from gpuload.core.marks import LOSS, loss_bits
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
@@ -79,7 +80,7 @@ class DeviceText(RenderedRows):
     def text(self) -> pa.LargeStringArray:
         """The texts as Arrow, null where a row was rejected; copied to the host when first asked for."""
         valid = self.sizes >= 0
-        mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+        mask = None if valid.all() else bitmap(valid)
         with self.kernels.current():
             offsets, data = pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))
         return pa.LargeStringArray.from_buffers(len(self), offsets, data, mask)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged
-from gpuload.core.marks import IDS, LOSS, loss_weights
+from gpuload.core.marks import loss_weights, split
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.packing import Plan
@@ -50,6 +50,7 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         The tensors of the layout, each int64 (B, width), and `loss_weight`, float32.
     """
     # A batch is megabytes of int64. So arrays of its size are made only for its tensors, and two of them in place.
+    ids, loss = split(tokens)
     lengths = tokens.lengths[:, None]
     if layout.side == "left":  # column c of a row with k tokens has its token c - (width - k)
         positions = np.arange(width) - (width - lengths)
@@ -65,11 +66,11 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         return made
 
     make: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
-        "input_ids": lambda: filled(tokens.values & IDS, pad_id),
+        "input_ids": lambda: filled(ids.values, pad_id),
         "attention_mask": lambda: mask.astype(np.int64),
         "position_ids": lambda: positions if layout.side == "left" else np.where(mask, positions, 0),
-        "labels": lambda: filled(np.where(tokens.values & LOSS, tokens.values & IDS, IGNORED), IGNORED),
-        "completion_mask": lambda: filled((tokens.values & LOSS) != 0, 0),
+        "labels": lambda: filled(np.where(loss.values, ids.values, IGNORED), IGNORED),
+        "completion_mask": lambda: filled(loss.values, 0),
         "loss_weight": lambda: filled(loss_weights(tokens, np.array(layout.weights, np.float32)), 0, np.float32),
     }
     names = (*layout.planes, *(("loss_weight",) if layout.weights else ()))

@@ -66,11 +66,14 @@ class HostEngine:
     @property
     def program(self) -> "ChatProgram":
         """Made when first needed, as all that needs the tokenizer itself: loads from the token cache do without."""
+        with self._lock:
+            self._program = self._program or self._new_program()
+            return self._program
+
+    def _new_program(self) -> "ChatProgram":
         from gpuload.template.compiler import ChatProgram
 
-        with self._lock:
-            self._program = self._program or ChatProgram(self._reference.call, self._reference.answers)
-            return self._program
+        return ChatProgram(self._reference.call, self._reference.answers)
 
     @property
     def by_prompt(self) -> bool:

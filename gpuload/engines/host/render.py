@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.arrow import as_arrow, as_numpy, bitmap, fill_null
 from gpuload.core.marks import LOSS, loss_bits
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
@@ -288,7 +288,7 @@ def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
     offsets, data = slices.gather(segments)
     valid = np.ones(rows, bool)
     valid[_numbers(walk.rejected)] = False
-    mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    mask = None if valid.all() else bitmap(valid)
     text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets[bounds]), pa.py_buffer(data), mask)
     return text, bounds, offsets
 

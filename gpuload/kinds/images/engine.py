@@ -112,14 +112,10 @@ class ImageEngine(HostEngine):
             understood = isinstance(error, NotUnderstoodError)
             return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
 
-    @property
-    def program(self) -> "ChatProgram":
+    def _new_program(self) -> "ChatProgram":
         from gpuload.template.compiler import known_program  # loads from the token cache do without
 
-        with self._lock:
-            if self._program is None and self._reference.answers is None:
-                self._program = known_program(self._reference.call)
-        return super().program
+        return known_program(self._reference.call) if self._reference.answers is None else super()._new_program()
 
     @property
     def by_prompt(self) -> bool:

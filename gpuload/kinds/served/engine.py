@@ -80,11 +80,8 @@ class ServedEngine(HostEngine):
         """The compiled templates of rows."""
         return TurnPrograms(self._reference, self._calls, self._writer)
 
-    @property
-    def program(self) -> ChatProgram:
-        with self._lock:
-            self._program = self._program or known_program(self._reference.call)
-            return self._program
+    def _new_program(self) -> ChatProgram:
+        return known_program(self._reference.call)
 
     @cached_property
     def by_prompt(self) -> bool:
