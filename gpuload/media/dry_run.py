@@ -45,7 +45,7 @@ class DryRunner:
     """
 
     def __init__(self, processor: Any, kwargs: Mapping[str, Any], on_meta: bool):
-        self.processor, self._kwargs, self.on_meta = copy.copy(processor), dict(kwargs), on_meta
+        self.processor, self.kwargs, self.on_meta = copy.copy(processor), dict(kwargs), on_meta
         self._texts: list[Any] = []
         self.processor.tokenizer = _recording(processor.tokenizer, self._texts)
         self.token = image_token_of(processor)
@@ -62,7 +62,7 @@ class DryRunner:
         """
         pieces = [_PIECES[k % 2] for k in range(len(sizes) + 1)]
         self._texts.clear()
-        made = call(self.processor, self.token.join(pieces), [self._image(*size) for size in sizes], self._kwargs)
+        made = call(self.processor, self.token.join(pieces), [self.image(*size) for size in sizes], self.kwargs)
         if len(self._texts) != 1:
             raise NotUnderstoodError(f"its tokenizer is called {len(self._texts)} times")
         text = self._texts[0]
@@ -71,7 +71,8 @@ class DryRunner:
             raise NotUnderstoodError("its tokenizer is not given one text")
         return DryRun(_between(text, pieces), extras_of(made, len(sizes)))
 
-    def _image(self, height: int, width: int) -> Any:
+    def image(self, height: int, width: int) -> Any:
+        """What it is given for an image of this size."""
         if self.on_meta and min(height, width) >= _SMALL:
             import torch
 

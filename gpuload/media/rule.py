@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuload.media.dry_run import DryRun, DryRunner, NotUnderstoodError, Size, without_values
+from gpuload.media.dry_run import DryRun, DryRunner, NotUnderstoodError, Size, call, ids_of, without_values
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -68,6 +68,7 @@ class ImageRule:
     Attributes:
         rung: of the ladder, in words.
         token: what stands for an image in rendered prompts.
+        confirmed: whether a row of data had the processor's own ids.
 
     Raises:
         NotUnderstoodError: there is no rule for this processor.
@@ -78,7 +79,7 @@ class ImageRule:
         self._tokenizer = processor.tokenizer
         self._special = _pattern_of_special(self._tokenizer)
         self._run = _runner(processor, kwargs)
-        self.token = self._run.token
+        self.token, self.confirmed = self._run.token, False
         others = (getattr(processor, name, None) for name in _OTHER_MEDIA)
         self._others = tuple(token for token in others if isinstance(token, str) and token not in ("", self.token))
         self._known: dict[tuple[Size, ...], list[Expansion]] = {}
@@ -120,6 +121,12 @@ class ImageRule:
             self._find_form([size for (size,) in new])
         if self._form is not None:
             self._count([size for (size,) in new])
+
+    def ids(self, text: str, images: Sequence[Any]) -> list[int]:
+        """The ids of a prompt whose images have the sizes of these, as the processor makes them in dry runs."""
+        if self._run.on_meta:
+            images = [self._run.image(each.height, each.width) for each in images]
+        return ids_of(call(self._processor, text, images, self._run.kwargs))
 
     def _dry(self, sizes: tuple[Size, ...]) -> list[Expansion]:
         if sizes not in self._known:
@@ -276,9 +283,9 @@ def _runner(processor: Any, kwargs: Mapping[str, Any]) -> DryRunner:
     without the values of pixels."""
     on_black = DryRunner(processor, kwargs, False)
     image_processor = getattr(processor, "image_processor", None)
-    others = [DryRunner(processor, {**kwargs, **without_values(image_processor, kwargs)}, False)]
-    if not type(image_processor).__name__.endswith("Pil"):
-        others.insert(0, DryRunner(processor, kwargs, True))
+    less = {**kwargs, **without_values(image_processor, kwargs)}
+    of_pillow = type(image_processor).__name__.endswith("Pil")
+    others = [DryRunner(processor, less, on_meta) for on_meta in (True, False) if not (on_meta and of_pillow)]
     sizes = (_PROBES[1], _PROBES[3])
     wanted = [_shown(on_black([size])) for size in sizes]
     for other in others:

@@ -57,7 +57,7 @@ _MARK_ROWS = 64
 _MARK_SHARE = 0.25  # of the seconds, beyond which none are looked for
 _MOST_SHAPES = 1 << 20  # numbers of shapes that are remembered
 _SECONDS = 0.1
-_FEWEST_ROWS = 3  # that may take all of these seconds, where rows are compared in part
+_FEWEST_ROWS = 2  # that may take all of these seconds, where rows are compared in part
 _SECONDS_SHARE = 0.05  # of a load
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]

@@ -5,7 +5,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -14,13 +13,13 @@ from gpuload.kinds.images.cached import ImageColumns
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
-from gpuload.media.dry_run import call, ids_of, without_values
+from gpuload.media.dry_run import call, ids_of
 from gpuload.media.headers import decode
 from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
 
-_SHARE = 0.5  # of the seconds of a sample: rows without the values of pixels take about half as long
+_SHARE = 0.25  # of the seconds of a sample: rows without the values of pixels take a third as long, or less
 
 
 class ProcessorReference(Reference):
@@ -34,7 +33,6 @@ class ProcessorReference(Reference):
 
     made: ImageColumns
     _rule: ImageRule | None = None
-    _in_part = False  # whether a row was compared in full, and others need not be
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
         self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
@@ -71,17 +69,14 @@ class ProcessorReference(Reference):
         return ids_of(call(self.processor, text, images, self.images.mm_processor_kwargs))
 
     @cached_property
-    def _without_values(self) -> Self | None:
-        """The same, but for the values of pixels, which decide no ids: they are not interpolated, scaled or normalized.
-        None if the processor has no such arguments, or is not one of transformers: its ids may depend on them."""
-        part = getattr(self.processor, "image_processor", None)
-        given = self.images.mm_processor_kwargs
-        more = without_values(part, given)
-        known = all(type(each).__module__.partition(".")[0] == "transformers" for each in (self.processor, part))
-        if not more or not known:
+    def _dry(self) -> Self | None:
+        """The same, but as dry runs of the rule call the processor. None for a processor that is not one of
+        transformers: its ids may depend on the values of pixels."""
+        parts = (self.processor, getattr(self.processor, "image_processor", None))
+        if self._rule is None or any(type(part).__module__.partition(".")[0] != "transformers" for part in parts):
             return None
         made = copy.copy(self)
-        made.images = replace(self.images, mm_processor_kwargs={**given, **more})
+        made.ids_of_text = self._rule.ids  # type: ignore[method-assign]
         return made
 
     def follow(self, rule: ImageRule | None) -> None:
@@ -90,21 +85,22 @@ class ProcessorReference(Reference):
 
     @property
     def sample_share(self) -> float:  # type: ignore[override]
-        return _SHARE if self._in_part else 1.0
+        return 1.0 if self._rule is None or not self._rule.confirmed else _SHARE
 
     def compared_in_part(
         self, prompt: Any, found: list[int], below: Callable[[int], int]
     ) -> tuple[list[int], list[int]]:
-        """In full until a row of the load with images is equal. Then equal ids are equal ids; all else is for the
-        processor as it is."""
-        if self._in_part and self._without_values is not None:
+        """In full until a row with images was equal by this rule, in this load or an earlier one. Then equal ids are
+        equal ids; all else is for the processor as it is."""
+        if self._rule is None or self._dry is None:
+            return self.compared(prompt, found)
+        if self._rule.confirmed:
             with suppress(Exception):
-                expected, own = self._without_values.compared(prompt, found)
+                expected, own = self._dry.compared(prompt, found)
                 if expected == own:
                     return expected, own
         expected, own = self.compared(prompt, found)
-        if not self._in_part and self._rule is not None and self._without_values is not None:
-            self._in_part = expected == own and bool(media_of_row(prompt))
+        self._rule.confirmed |= expected == own and bool(media_of_row(prompt))
         return expected, own
 
     def key_of_rule(self) -> tuple[Any, ...]:
