@@ -33,6 +33,7 @@ class ProcessorReference(Reference):
 
     made: ImageColumns
     _rule: ImageRule | None = None
+    _runs_dry = False  # whether the processor is called as dry runs of the rule call it
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
         self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
@@ -66,6 +67,8 @@ class ProcessorReference(Reference):
 
     def ids_of_text(self, text: str, images: list[Any]) -> list[int]:
         """What the processor makes of a rendered text."""
+        if self._runs_dry and self._rule is not None:
+            return self._rule.ids(text, images)
         return ids_of(call(self.processor, text, images, self.images.mm_processor_kwargs))
 
     @cached_property
@@ -76,7 +79,7 @@ class ProcessorReference(Reference):
         if self._rule is None or any(type(part).__module__.partition(".")[0] != "transformers" for part in parts):
             return None
         made = copy.copy(self)
-        made.ids_of_text = self._rule.ids  # type: ignore[method-assign]
+        made._runs_dry = True
         return made
 
     def follow(self, rule: ImageRule | None) -> None:
