@@ -251,7 +251,7 @@ class Memory:
         self.mr = SimpleNamespace(
             get_per_device_resource=self.resources.get,
             set_per_device_resource=self.resources.__setitem__,
-            CudaAsyncViewMemoryResource=lambda pool: f"pool {pool}",
+            CudaAsyncViewMemoryResource=self.view,
             LimitingResourceAdaptor=lambda view, limit: f"{view} up to {limit}",
         )
         self.cuda = SimpleNamespace(Device=self.device, runtime=self)
@@ -259,6 +259,10 @@ class Memory:
     @contextmanager
     def device(self, number: int) -> Iterator[Any]:
         yield self
+
+    def view(self, pool: Any) -> str:
+        self.handle = pool
+        return f"pool {int(pool)}"
 
     def synchronize(self) -> None:
         self.happened.append("wait")
@@ -295,6 +299,18 @@ def test_a_process_has_one_pool_for_all_loads(monkeypatch: pytest.MonkeyPatch) -
                 raise ValueError
         assert memory.resources == {3: "the user's"}
     assert memory.happened == ["create (1, 0, 1, 3)", "77: threshold 100", *emptied, "77: threshold 200", *emptied]
+
+
+def test_rmm_takes_the_handle_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    rmm, memory = pytest.importorskip("rmm"), Memory()
+    monkeypatch.setattr(cuda, "_HANDLES", {})
+    monkeypatch.setitem(sys.modules, "rmm", memory)
+    kernels: Any = object.__new__(CudaKernels)
+    kernels.xp, kernels._number, kernels._limit = memory, 3, 100
+    kernels._install_pool()
+    # Without a driver RMM comes as far as asking it; a handle of another type is a ValueError before that.
+    with suppress(RuntimeError):
+        rmm.mr.CudaAsyncViewMemoryResource(memory.handle)
 
 
 def test_memory_of_ids_is_taken_back_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,7 @@ class CudaKernels(DeviceKernels):
     def _install_pool(self) -> tuple[int, Callable[[], None]]:
         """Makes RMM allocate from the GPU's pool. Returns its limit in bytes, and a function that ends this."""
         import rmm
+        from cuda.bindings.runtime import cudaMemPool_t  # RMM needs this package
 
         runtime, resource = self.xp.cuda.runtime, rmm.mr
         with self.xp.cuda.Device(self._number):
@@ -285,7 +286,7 @@ class CudaKernels(DeviceKernels):
             # Freed memory stays in the pool until the load is over. Without a threshold, CUDA would release it at
             # every synchronization, and the next chunk would allocate it again.
             runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, limit)
-            view = resource.CudaAsyncViewMemoryResource(pool)
+            view = resource.CudaAsyncViewMemoryResource(cudaMemPool_t(pool))  # of a number it is a ValueError
             resource.set_per_device_resource(self._number, resource.LimitingResourceAdaptor(view, limit))
 
         def remove() -> None:
