@@ -202,6 +202,21 @@ def test_which_columns_are_for_cudf() -> None:
     assert not can_read(pa.null())
 
 
+@pytest.mark.parametrize(
+    ("kind", "readable"),
+    [
+        *[(kind, True) for kind in (pa.bool_(), pa.uint16(), pa.float32(), pa.list_(pa.struct([("f", pa.string())])))],
+        *[(kind, False) for kind in (pa.time32("ms"), pa.decimal128(9, 2), pa.binary(), pa.timestamp("us", "UTC"))],
+        (pa.map_(pa.string(), pa.string()), False),
+        (pa.list_(pa.struct([("at", pa.date32())])), False),
+    ],
+    ids=str,
+)
+def test_messages_with_values_that_cudf_changes_are_for_arrow(kind: pa.DataType, readable: bool) -> None:
+    """Times become durations there, bytes texts, time zones and precisions are lost; maps need other names."""
+    assert can_read(pa.list_(pa.struct([("role", pa.string()), ("value", kind)]))) == readable
+
+
 def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from pylibcudf.io import parquet
 

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from simulator.host_kernels import COMPILER, HostKernels
 from tiers import core
@@ -23,9 +26,12 @@ import gpuload
 from gpuload.cli import known_answers, ladder
 from gpuload.cli.main import main
 from gpuload.core.errors import MismatchError
+from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device import cuda, verdict
 from gpuload.engines.device.kernel_source import signatures
+from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.device.verdict import Step, distrust
+from gpuload.sources.read import one_array, one_column
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -97,6 +103,33 @@ def test_every_function_of_the_array_module_that_is_used_is_compared() -> None:
     assert {"cumsum", "repeat", "bincount"} <= used
     others = {"cuda", "ndarray", "__name__", "from_dlpack", "get_default_pinned_memory_pool"}  # in other steps
     assert used - others <= called
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", [False, True])
+def test_rows_that_cudf_read_are_compared_by_their_values(monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+    """cuDF says of columns without nulls that they can have none, which makes them another type to Arrow."""
+    kernels = HostKernels()
+
+    def not_null(kind: pa.DataType) -> pa.DataType:
+        fields = [field.with_type(pa.string()).with_nullable(False) for field in kind.value_type]
+        return pa.list_(pa.field("element", pa.struct(fields), nullable=False))
+
+    def reader(*_: Any) -> Any:
+        def read(source: Any, prompt_key: str) -> Any:
+            for column in one_column(source, prompt_key):
+                array = one_array(column)
+                kept = array.take(pa.array(range(1, len(array)))) if changed else array
+                fetch = lambda rows, kept=kept: kept.take(pa.array(rows)).cast(not_null(kept.type))  # noqa: E731
+                yield replace(from_arrow(DeviceTexts(kernels), kept), fetch=fetch)
+
+        return read
+
+    monkeypatch.setattr(cuda, "reader", reader)
+    monkeypatch.setattr(cuda, "without_cudf", lambda: None)
+    monkeypatch.setattr(ladder, "_kernels", lambda number: kernels)
+    with pytest.raises(MismatchError, match="different prompts") if changed else nullcontext():
+        ladder._cudf(0)
 
 
 def test_the_ladder_stops_at_the_first_failure(

@@ -21,7 +21,7 @@ from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.protocol import TextColumn, TokenStore
-from gpuload.sources.types import is_list, is_messages, is_text
+from gpuload.sources.types import is_list, is_messages, is_plain, is_text
 
 if TYPE_CHECKING:
     import pylibcudf as plc
@@ -30,8 +30,9 @@ _LEAST_CHUNK = 8 << 20
 
 
 def can_read(kind: pa.DataType) -> bool:
-    """Whether cuDF can read a prompt column of this type: strings, or lists of messages."""
-    return is_text(kind) or is_messages(kind)
+    """Whether cuDF can read a prompt column of this type: strings, or lists of messages that are plain data. Of other
+    values it makes other Python objects than Arrow does: durations of times, texts of bytes."""
+    return is_text(kind) or (is_messages(kind) and is_plain(kind))
 
 
 def chunks(
