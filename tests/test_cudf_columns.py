@@ -17,6 +17,7 @@ from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.engines.device import cudf
 from gpuload.engines.device.cudf import can_read, chunks, of_cudf
 from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import render
 from gpuload.engines.host.render import render as on_host
 from gpuload.engines.protocol import ArrowPrompts
@@ -193,6 +194,13 @@ def test_a_chunk_that_is_read_again_is_freed_before(tmp_path: Any, monkeypatch: 
     read = chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20)
     assert [len(part) for part in read] == [20]
     assert len(parts) == 2
+
+
+def test_buffers_of_a_frame_have_the_types_that_their_makers_gave_them() -> None:
+    """Memory of a CuPy array is a buffer of its items, not of bytes."""
+    words, kernels = np.array([0x01020304, -1], np.int32), Kernels()
+    kernels.xp = type("module", (), {"asarray": lambda buffer: buffer.obj.array})  # type: ignore[assignment]
+    assert kernels.view(buffer(words)).tolist() == [4, 3, 2, 1, 255, 255, 255, 255]
 
 
 def test_which_columns_are_for_cudf() -> None:

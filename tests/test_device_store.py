@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulator import engine_on, load_with
 from simulator.host_kernels import COMPILER
+from simulator.stream_checks import StreamKernels
 from simulator.strict_arrays import StrictKernels
 from tiers import core
 from torch.utils.data import DataLoader
@@ -259,3 +260,18 @@ def test_cached_tokens_on_the_device(files: list[str], qwen: Any, warm_cache: Pa
         assert warm.report.from_cache == files[:1]
         assert warm.tokens.to_lists() == cold.tokens.to_lists()
         assert torch.equal(warm.batch(range(9))["input_ids"], cold.batch(range(9))["input_ids"])
+
+
+def test_joined_rows_may_be_used_and_freed_on_any_stream() -> None:
+    """cuDF works on its own stream, whatever torch's current one is, and nobody says when it lets go of them."""
+    kernels = StreamKernels()
+    kept = Segments(kernels).add(Ragged.from_lists([[1, 2], [3]]))
+    assert kept is not None
+    kernels.synchronize()  # the end of the load
+    with kernels.new_stream():
+        joined = kept.joined()
+    doubled = joined.values * 2 + joined.offsets.astype(np.int32)
+    del joined
+    assert doubled.tolist() == [2, 6, 9]
+    gc.collect()
+    assert kernels.races == []

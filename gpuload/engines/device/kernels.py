@@ -89,8 +89,8 @@ class Kernels:
         return made, self.xp.from_dlpack(made) if made.numel() else self.xp.empty(shape, np.int64)
 
     def view(self, buffer: Any) -> Array:
-        """Return a cuDF buffer as a uint8 array, zero-copy."""
-        return self.xp.asarray(buffer)
+        """Return a cuDF buffer, which may say that it has items of another type, as a uint8 array, zero-copy."""
+        return self.xp.asarray(buffer).view(np.uint8)
 
     def pinned(self, array: np.ndarray[Any, Any]) -> int:
         """Pin a host array in place for as long as it exists, and return the address where kernels read it."""

@@ -65,10 +65,12 @@ class DeviceStore(RowsInParts):
             return Ragged(on_host(self._gathered(rows, offsets)), offsets)
 
     def joined(self) -> Ragged:
-        """All rows in one new array in device memory."""
+        """All rows in new arrays in device memory, for work on any stream, whose end nobody waits for."""
         offsets = offsets_of(self.lengths)
-        with self.kernels.current():
-            return Ragged(self._gathered(np.arange(len(self)), offsets), self.kernels.xp.asarray(offsets))
+        with self.kernels.current(), self.kernels.lasting():
+            rows = Ragged(self._gathered(np.arange(len(self)), offsets), self.kernels.xp.asarray(offsets))
+            self.kernels.synchronize()
+        return rows
 
     def to_host(self) -> Ragged:
         """All rows in host memory; copied once, when first asked for."""
