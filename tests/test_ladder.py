@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from simulator.host_kernels import COMPILER, HostKernels
 from tiers import core
@@ -27,7 +28,7 @@ from gpuload.cli import known_answers, ladder
 from gpuload.cli.main import main
 from gpuload.core.errors import MismatchError
 from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device import cuda, verdict
+from gpuload.engines.device import cuda, cudf, verdict
 from gpuload.engines.device.kernel_source import signatures
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.device.verdict import Step, distrust
@@ -106,8 +107,18 @@ def test_every_function_of_the_array_module_that_is_used_is_compared() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("changed", [False, True])
-def test_rows_that_cudf_read_are_compared_by_their_values(monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("", ""),
+        ("whole", "different prompts, whole"),
+        ("parts", "different prompts, in parts"),
+        ("few", "cuDF reads 1 ro"),
+    ],
+)
+def test_rows_that_cudf_read_are_compared_by_their_values(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, message: str
+) -> None:
     """cuDF says of columns without nulls that they can have none, which makes them another type to Arrow."""
     kernels = HostKernels()
 
@@ -115,20 +126,24 @@ def test_rows_that_cudf_read_are_compared_by_their_values(monkeypatch: pytest.Mo
         fields = [field.with_type(pa.string()).with_nullable(False) for field in kind.value_type]
         return pa.list_(pa.field("element", pa.struct(fields), nullable=False))
 
-    def reader(*_: Any) -> Any:
-        def read(source: Any, prompt_key: str) -> Any:
-            for column in one_column(source, prompt_key):
-                array = one_array(column)
-                kept = array.take(pa.array(range(1, len(array)))) if changed else array
-                fetch = lambda rows, kept=kept: kept.take(pa.array(rows)).cast(not_null(kept.type))  # noqa: E731
-                yield replace(from_arrow(DeviceTexts(kernels), kept), fetch=fetch)
+    def part(array: pa.Array) -> Any:
+        fetch = lambda rows: array.take(pa.array(rows)).cast(not_null(array.type))  # noqa: E731
+        return replace(from_arrow(DeviceTexts(kernels), array), fetch=fetch)
 
-        return read
+    def whole(source: Any, prompt_key: str) -> Any:
+        for column in one_column(source, prompt_key):
+            yield part(one_array(column)[wrong == "whole" :])
 
-    monkeypatch.setattr(cuda, "reader", reader)
+    def small(kernels: Any, path: str, column: str, *sizes: Any) -> Any:
+        array = pq.read_table(path)[column].combine_chunks()
+        for low in range(0, 1 if wrong == "few" else len(array), 100):
+            yield part(array[low + (wrong == "parts") : low + (1 if wrong == "few" else 100)])
+
+    monkeypatch.setattr(cuda, "reader", lambda *_: whole)
+    monkeypatch.setattr(cudf, "chunks", small)
     monkeypatch.setattr(cuda, "without_cudf", lambda: None)
     monkeypatch.setattr(ladder, "_kernels", lambda number: kernels)
-    with pytest.raises(MismatchError, match="different prompts") if changed else nullcontext():
+    with pytest.raises(MismatchError, match=message) if wrong else nullcontext():
         ladder._cudf(0)
 
 

@@ -283,9 +283,9 @@ def _torch(number: int) -> None:
 
 
 def _cudf(number: int) -> None:
-    from gpuload.engines.device.cuda import reader, without_cudf
+    from gpuload.engines.device import cuda, cudf
 
-    if why_not := without_cudf():
+    if why_not := cuda.without_cudf():
         print(f"not used, Arrow reads: {why_not}")
         return
     import pyarrow as pa
@@ -298,18 +298,22 @@ def _cudf(number: int) -> None:
 
     kernels, notes = _kernels(number), list[str]()
     (source,) = open_sources(demo_files()[0], Options(max_prompt_length=512))
+    expected = one_array(pa.chunked_array([c for each in one_column(source, "prompt") for c in each.chunks]))
     with kernels.loading():
-        rows = 0
-        expected = one_array(pa.chunked_array([c for each in one_column(source, "prompt") for c in each.chunks]))
-        for prompts in reader(kernels, notes)(source, "prompt") or ():
-            if not isinstance(prompts, Conversations) or notes:
-                raise RuntimeError("; ".join(notes) or "Arrow was used")
-            some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
-            # By value: cuDF says of columns without nulls that they can have none, which is another type to Arrow.
-            if prompts.fetch(some).to_pylist() != expected.take((rows + some).tolist()).to_pylist():
-                raise MismatchError("cuDF and Arrow read different prompts")
-            rows += len(prompts)
-    print(f"{rows:,} rows as Arrow reads them")
+        small = cudf.chunks(kernels, source.parquet or "", "prompt", expected.type, 1 << 16, 1 << 13)
+        for how, parts in (("whole", cuda.reader(kernels, notes)(source, "prompt")), ("in parts", small)):
+            rows = 0
+            for prompts in parts or ():
+                if not isinstance(prompts, Conversations) or notes:
+                    raise RuntimeError("; ".join(notes) or "Arrow was used")
+                some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
+                # By value: cuDF says of columns without nulls that they can have none, which is another type to Arrow.
+                if prompts.fetch(some).to_pylist() != expected.take((rows + some).tolist()).to_pylist():
+                    raise MismatchError(f"cuDF and Arrow read different prompts, {how}")
+                rows += len(prompts)
+            if rows != len(expected):
+                raise MismatchError(f"cuDF reads {rows:,} rows, {how}, and Arrow {len(expected):,}")
+            print(f"{rows:,} rows as Arrow reads them, {how}")
     _libraries()
 
 
