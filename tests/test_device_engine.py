@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
 from gpuload.engines.device import cuda, cudf, parts, present
 from gpuload.engines.device import engine as device
-from gpuload.engines.device.batches import pad, prepare_pad
+from gpuload.engines.device.batches import DeviceBatches, pad, prepare_pad
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.parts import zip_with_tables
@@ -324,6 +326,27 @@ def test_batches_are_made_where_the_process_is(
     prompts._batches._process = -1  # type: ignore[attr-defined]
     assert torch.equal(batch["position_ids"], prompts.batch([0, 1])["position_ids"])
     assert ran == ["pad"]
+
+
+def test_batches_may_be_made_on_any_stream() -> None:
+    """What the first of them has copied over, a loader's on a stream of its own, is there for the others."""
+    kernels = StreamKernels()
+    store = Segments(kernels).add(Ragged.from_lists([[1, 2], [3]]))
+    kernels.synchronize()
+    plan, nothing = whole_rows(np.array([1, 0]), np.array([1, 2])), Ragged.from_lists([])
+
+    def make(batches: DeviceBatches) -> None:
+        batches(plan, lambda: nothing, 2)
+        batches.packed(plan, lambda: nothing)
+
+    def make_twice(batches: DeviceBatches) -> None:
+        with kernels.aside():
+            make(batches)
+        make(batches)
+
+    make_twice(DeviceBatches(kernels, store, replace(LAYOUT, weights=(0.0, 0.5)), 0))
+    gc.collect()
+    assert kernels.races == []
 
 
 def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

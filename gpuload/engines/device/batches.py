@@ -51,11 +51,19 @@ class DeviceBatches:
 
     @cached_property
     def _pad(self) -> Callable[..., None]:
-        return prepare_pad(self._kernels, self._readable.index, self._layout, self._pad_id)
+        return self._prepared(lambda index: prepare_pad(self._kernels, index, self._layout, self._pad_id))
 
     @cached_property
     def _pack(self) -> Callable[..., None]:
-        return prepare_pack(self._kernels, self._readable.index, self._layout.weights)
+        return self._prepared(lambda index: prepare_pack(self._kernels, index, self._layout.weights))
+
+    def _prepared(self, prepare: Callable[[Index], Callable[..., None]]) -> Callable[..., None]:
+        """A launch for batches on any stream: what it reads is there, and is freed when nothing reads it any more."""
+        index = self._readable.index
+        with self._kernels.lasting():
+            launch = prepare(index)
+        self._kernels.synchronize()
+        return launch
 
     @property
     def _on_host(self) -> HostBatches:

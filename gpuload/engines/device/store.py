@@ -190,7 +190,7 @@ def host_store(parts: list[Ragged], order: RowNumbers | None) -> Ragged:
 
 def index_of(kernels: Kernels, address: RowNumbers, lengths: RowNumbers) -> Index:
     """Rows given in host memory, for kernels on any stream."""
-    with kernels.current():
+    with kernels.current(), kernels.lasting():
         index = Index(kernels.xp.asarray(address), kernels.xp.asarray(lengths))
         kernels.synchronize()  # batches may be made on another stream
     return index
