@@ -24,6 +24,7 @@ whichever streams use it. It would be a race to free what another stream still r
     tables of the tokenizer               encode, not pooled   encode                 with the last load; CUDA waits
     temporary arrays                      any                  the same thread        inside its context
     segments of the store                 main, not pooled     main, then batches     with the dataset; CUDA waits
+    where rows are, weights of losses     batches, not pooled  batches                with the dataset; CUDA waits
     columns of a `cudf.DataFrame`         the caller           read, render, verify   by the caller
 
 A batch is freed by the thread that holds it last, which is after all others have let go of it. RMM's buffers keep the
