@@ -182,6 +182,14 @@ def test_cupy_and_rmm_suffice(gsm8k: str, qwen: Any, driver: Driver, tokens_on: 
     assert driver.resources == {0: "the user's"}
 
 
+@pytest.mark.usefixtures("driver")
+def test_torch_refuses_tensors_to_per_thread_default_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch would end with its BufferError."""
+    assert cuda.unavailable_reason("cuda") is None
+    monkeypatch.setenv("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "1")
+    assert "PER_THREAD_DEFAULT_STREAM is set" in (cuda.unavailable_reason("cuda") or "")
+
+
 def test_with_pylibcudf_these_kernels_get_what_cudf_reads(
     gsm8k: str, qwen: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ for a moment the pool can hold more.
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -82,6 +83,8 @@ def unavailable_reason(device: str) -> str | None:
     missing = [name for name in ("cupy", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
+    if os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") != "0":
+        return "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM is set: torch shares no tensors with such streams: unset it"
     if number in _WORKING:
         return None
     kernels = None
