@@ -346,7 +346,8 @@ def test_completions_keep_fields_that_their_prompts_lack(
     rows = reasoned(40, share)
     found = gpuload.load_chats(source_of(form, rows, tmp_path), qwen, chat_template=template, verify="off")
     expected = []
-    for row in rows:
+    # In columns all messages have all keys; transformers 4 shows those that are None to the template.
+    for row in rows if form == "jsonl" else pa.Table.from_pylist(rows).to_pylist():
         prompt, whole = (
             qwen.apply_chat_template(messages, return_dict=False, chat_template=template, add_generation_prompt=begun)
             for messages, begun in ((row["prompt"], True), (row["prompt"] + row["completion"], False))
