@@ -253,3 +253,18 @@ def test_a_column_with_two_names(name: bytes, place: int, tmp_path: Path) -> Non
     path.write_bytes(whole[:at] + b"q" + whole[at + 1 :])
     with pytest.raises(SourceError, match="x: damaged parquet file \\(its footer has the name .* only once"):
         open_file(SourceFile(str(path), "x", "parquet"))
+
+
+def test_files_of_arrow_without_a_descriptor(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in pyarrow 21."""
+
+    class OldFile(pa.OSFile):  # type: ignore[misc]
+        def fileno(self) -> int:
+            raise AttributeError("'pyarrow.lib.OSFile' object has no attribute 'handle'")
+
+    file = write([user("a"), user("b")])
+    expected = gpuload.load(file, qwen).tokens.to_lists()
+    monkeypatch.setattr("pyarrow.OSFile", OldFile)
+    assert gpuload.load(file, qwen).tokens.to_lists() == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 from collections.abc import Callable
@@ -16,19 +15,18 @@ from conftest import user
 from simulator import engine_on, load_with
 from simulator.host_kernels import COMPILER, HostKernels
 from tiers import SHARED, shared
+from tokenizer_cases import needs_sanitizing
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 import gpuload
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.sanitize import mark_column
 from gpuload.engines.host.texts import HostTexts
-from gpuload.reference.control_tokens import END, FIRST_VERSION, START, ControlTokens, sanitizing_is_known
+from gpuload.reference.control_tokens import END, START, ControlTokens, sanitizing_is_known
 from gpuload.reference.reference import Reference
 
-SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-needs_sanitizing = pytest.mark.skipif(not SANITIZES, reason=f"transformers before {FIRST_VERSION} does not sanitize")
 SANITIZE = {"apply_chat_template_kwargs": {"sanitize_control_tokens": True}}
 TEXTS = [
     "plain", "", " ", "\n", "a <|im_end|> b<|im_start|>system", "<|im_start|>", "<|im_end|><|im_end|>", "<|im_start",

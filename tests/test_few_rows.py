@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conftest import user
 from tiers import SHARED, shared_tokenizers, with_shared
+from tokenizer_cases import needs_sanitizing
 
 import gpuload
 from gpuload.core.errors import DataError
@@ -138,6 +139,7 @@ def test_more_rows_are_compiled(write: Callable[..., str], qwen: Any, monkeypatc
     assert gpuload.load(path, qwen, max_samples=ROWS - 1).report.rows_by_reference == 0
 
 
+@needs_sanitizing
 def test_what_is_not_rendered_by_the_tokenizer_alone_is_compiled(write: Callable[..., str], qwen: Any) -> None:
     """Marked control tokens, texts without a template, and data to train on, whose masks are found by columns."""
     path = write([user("<|im_end|>")] * 3)

@@ -1,6 +1,7 @@
 """The package's structure: imports go one way, files stay short, names are unique."""
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -125,3 +126,18 @@ def test_every_folder_is_a_package_and_wheels_have_its_files() -> None:
         folder = next(folder for folder in file.parents if folder in folders)
         patterns = settings["package-data"].get(folders[folder], [])
         assert any(file.relative_to(folder).match(pattern) for pattern in patterns), file
+
+
+REQUIREMENTS = sorted((PACKAGE.parent / "bench").rglob("*requirements.txt"))
+# What PyTorch, transformers and datasets, of which each trainer requires versions, need themselves.
+OF_TRAINERS = {"torch", "transformers", "tokenizers", "filelock", "fsspec", "numpy", "pyarrow"}
+
+
+def test_environments_of_trainers_have_what_the_package_needs() -> None:
+    """It is not installed there, but imported from the checkout."""
+    needed = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split("[<=>]", line)[0] for line in needed}
+    assert REQUIREMENTS
+    for file in REQUIREMENTS:
+        given = {re.split("[<=>]", line)[0] for line in file.read_text().splitlines()}
+        assert names - OF_TRAINERS - given == set(), file

@@ -24,7 +24,7 @@ from gpuload.core.errors import DataError, MismatchError, OptionError
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import trl_cases  # noqa: E402
 from export_cases import one_thread, small_model  # noqa: E402
-from tokenizer_cases import small_tokenizer  # noqa: E402
+from tokenizer_cases import needs_sanitizing, small_tokenizer  # noqa: E402
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 OBJECTIVES = ("dpo", "rm", "kto")
@@ -143,10 +143,14 @@ def test_answers_keep_fields_that_their_prompts_lack(
         Path(source).write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         source = pa.Table.from_pylist(rows)
+        rows = source.to_pylist()  # all messages have all keys, which transformers 4 shows to the template
     found = gpuload.load_pairs(source, qwen, objective=objective, chat_template=template, verify="off")
     names = {"dpo": ("chosen_ids", "rejected_ids"), "rm": ("chosen_ids", "rejected_ids")}.get(objective, ())
     expected = {
-        name: [qwen.apply_chat_template(row["prompt"] + row[name], chat_template=template)["input_ids"] for row in rows]
+        name: [
+            qwen.apply_chat_template(row["prompt"] + row[name], return_dict=False, chat_template=template)
+            for row in rows
+        ]
         for name in ("chosen", "rejected")
     }
     made = rows_of(found)
@@ -158,6 +162,7 @@ def test_answers_keep_fields_that_their_prompts_lack(
         assert sorted(whole) == sorted(expected["chosen"] + expected["rejected"])
 
 
+@needs_sanitizing
 def test_sanitized_answers_keep_their_fields(qwen: Any) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{% for k in m %}[{{ k }}{{ m[k] }}]{% endfor %}<|im_end|>{% endfor %}"
@@ -241,6 +246,7 @@ def test_arguments_of_rows(qwen: Any, objective: Any) -> None:
     assert rows_of(load(rows, own, objective)) == prepared(rows, own, objective)
 
 
+@needs_sanitizing
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_control_tokens_are_sanitized(qwen: Any, objective: Any) -> None:
     texts = ["hi", "<|im_end|> x", "a<|im_start|>user\n", "<|endoftext|>", "\u00e9<|im_end|>"]

@@ -17,6 +17,7 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import SHARED, core, examples, shared, shared_tokenizers, with_shared
+from transformers.utils import chat_template_utils
 
 import gpuload
 from gpuload.reference.template_call import TemplateCall, rejection
@@ -353,6 +354,26 @@ def test_several_threads(qwen: Any) -> None:
         thread.join()
     assert not wrong
     assert renderer.wrong is None
+
+
+def test_reasoning_where_transformers_does_not_rename_it(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 4.57 and 5.10."""
+    monkeypatch.setattr(chat_template_utils, "_alias_reasoning_fields", lambda chat: chat, raising=False)
+    draw = random.Random(5)
+    rows = [conversation(draw, True, 20) for _ in range(60)]
+    assert any("reasoning_content" in message for row in rows for message in row)
+    for name in ("qwen3_training", "gptoss_training"):
+        compared(TemplateCall(qwen, TEMPLATES[name]), rows)
+
+
+def test_blocks_of_messages_with_keys_that_are_none(qwen: Any) -> None:
+    """Some versions of transformers take these keys away, others do not: parts with loss are those of either."""
+    template = "{% for m in messages %}{{ m.role }}{% if 'x' in m %}[x]{% endif %}{% generation %}{{ m.content }}"
+    call = TemplateCall(qwen, template + "{% endgeneration %}{% endfor %}", add_generation_prompt=False)
+    messages = [{"role": "user", "content": "q", "x": None}, {"role": "assistant", "content": "a", "x": 1}]
+    text, blocks = call.blocks(messages)
+    assert text == call.render(messages)
+    assert [text[start:end] for start, end in blocks] == ["q", "a"]
 
 
 def test_what_was_learned_of_a_template_is_kept(qwen: Any) -> None:

@@ -218,7 +218,7 @@ def test_a_directory_without_its_vocabulary(name: str, tmp_path: Path) -> None:
     """transformers 5 opens it with its special tokens."""
     added = {str(number): {"content": f"<|{number}|>", "special": number % 2 == 0} for number in range(300, 340)}
     folder = without_vocabulary(tmp_path / "tok", {"tokenizer_class": name, "added_tokens_decoder": added})
-    with pytest.raises(TokenizerError, match=r"tok' (has no vocabulary, only \d+ special|cannot be loaded)"):
+    with pytest.raises(TokenizerError, match=r"tok'(:| has) (no vocabulary, only \d+ special|cannot be loaded)"):
         Reference(folder, chat_template=None)
 
 
@@ -236,7 +236,7 @@ def test_a_tokenizer_without_its_vocabulary_in_a_load(qwen_folder: str, tmp_path
     ):
         with pytest.raises(TokenizerError, match=wrong):
             call(folder)
-    with pytest.raises((TokenizerError, OSError), match=f"{wrong}|Can't load"):
+    with pytest.raises((TokenizerError, OSError, ImportError), match=f"{wrong}|Can't load|protobuf"):
         gpuload.load(chats, AutoTokenizer.from_pretrained(folder), prompt_key="messages")
 
 

@@ -1,10 +1,17 @@
-"""A tokenizer that is opened in no time."""
+"""A tokenizer that is opened in no time, and whether those of this transformers sanitize control tokens."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from gpuload.reference.control_tokens import FIRST_VERSION
+
+_SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+needs_sanitizing = pytest.mark.skipif(not _SANITIZES, reason=f"transformers before {FIRST_VERSION} does not sanitize")
 
 WORDS = ["one", " two ", "é 你好", "<|im_end|>", "👋🏽", "three\n\n"]
 

@@ -7,6 +7,7 @@ compiled template must reproduce `TemplateCall.render` byte for byte.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _Rendered = TypeVar("_Rendered")
 _CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask")
 _SANITIZE = "sanitize_control_tokens"
 _CHARACTERS_PER_SECOND = 100_000  # that are encoded at least; a tenth of what one core does
+READ_BACK = "{{ [messages, tools] | tojson }}"
 RESERVED = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
 
 
@@ -122,7 +124,7 @@ class TemplateCall:
         further = {name: value for name, value in self.kwargs.items() if name not in own}
         texts, blocks = self._alone(
             lambda: chat_template_utils.render_jinja_template(
-                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+                [without_none(messages) if self.changes[0] else list(messages)],
                 tools=None if self.tools is None else list(self.tools),
                 documents=self.kwargs.get("documents"),
                 chat_template=self.text(),
@@ -193,6 +195,17 @@ class TemplateCall:
             ValueError: the tokenizer has no such template.
         """
         return str(self.tokenizer.get_chat_template(self.template, None if self.tools is None else list(self.tools)))
+
+    @cached_property
+    def changes(self) -> tuple[bool, bool]:
+        """Whether this transformers takes keys that are None from messages, and whether it gives reasoning under all of
+        its names, before the template sees them. Versions differ: 4.57 and 5.10 do neither."""
+        message = {"role": "user", "content": "", "dropped": None, "reasoning": "filled"}
+        try:
+            seen = json.loads(self.render([message], template=READ_BACK))[0][0]
+        except Exception:  # rows show why
+            return True, True
+        return "dropped" not in seen, "reasoning_content" in seen
 
     def syntax_error(self) -> str | None:
         """Return what is wrong with the template's source and on which line, or None.
@@ -299,6 +312,11 @@ def _characters(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
+
+
+def without_none(messages: Sequence[Any]) -> list[Any]:
+    """Messages without keys that are None, as some versions of transformers give them to the template."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 _rendering = threading.RLock()

@@ -30,10 +30,9 @@ class LocalFile:
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Opens the file again; a `SourceError` if it is not in the same state, an `OSError` if it cannot be opened."""
-        # Arrow reads a file object of Python's in a new part of the process's memory for each page.
-        with pa.OSFile(os.fsencode(self.path)) as raw:
+        with _arrow_file(self.path) as raw:
             self._compare(os.fstat(raw.fileno()))
-            yield cast(BinaryIO, raw)
+            yield raw
 
     def check(self) -> None:
         """Checks that nothing has changed since it was first opened; a `SourceError` if it was written to, replaced or
@@ -47,6 +46,17 @@ class LocalFile:
     def _compare(self, about: os.stat_result) -> None:
         if _state(about) != self.state:
             raise changed(self.name)
+
+
+def _arrow_file(path: str) -> BinaryIO:
+    """Opens a file for Arrow, which reads one of Python's in a new part of the process's memory for each page."""
+    raw = pa.OSFile(os.fsencode(path))
+    try:
+        raw.fileno()
+    except AttributeError:  # that of older versions of pyarrow fails, such as 21
+        raw.close()
+        return open(path, "rb")
+    return cast(BinaryIO, raw)
 
 
 @contextmanager

@@ -148,6 +148,7 @@ class _TrlLengths:
         collator = DataCollatorForVisionPreference if trainer == "dpo" else DataCollatorForVisionLanguageModeling
         self._collator = collator(processor, **({} if trainer == "dpo" else more))  # TRL 1.14 knows no template
         self._by_trl: dict[int, int] = {}
+        self._none: bool | None = None
         self.reasons: Counter[str] = Counter()  # why rows cannot be used → how many
 
     def of_part(self, first: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -159,9 +160,9 @@ class _TrlLengths:
         rows = table.drop_columns([self._key]).to_pylist()
         texts: list[tuple[str | None, list[str]]] = []
         sizes: list[Sequence[Size]] = []
-        for row, given in zip(rows, images, strict=True):
+        for number, (row, given) in enumerate(zip(rows, images, strict=True), first):
             try:
-                if given is None and self._trainer != "grpo" and "messages" not in row:
+                if given is None and self._trainer != "grpo" and not ("messages" in row and self._takes_none(number)):
                     raise ValueError("the processor gets None in the place of images")
                 sizes.append([_size_of(image) for image in self._images(given)])
                 texts.append(self._texts(row, len(sizes[-1])))
@@ -173,6 +174,13 @@ class _TrlLengths:
         more = iter(lengths_of(self._engine, answers, [()] * len(answers)).tolist())
         longest = [max(each) if min(each) >= 0 else -1 for each in ([0, *islice(more, len(some))] for _, some in texts)]
         return np.where((found < 0) | (np.array(longest) < 0), -1, found + longest)
+
+    def _takes_none(self, row: int) -> bool:
+        """Whether TRL's collator takes messages with None in the place of images, as the first such row shows: that of
+        1.14 does not."""
+        if self._none is None:
+            self._none = self.by_trl(row) >= 0
+        return self._none
 
     def _images(self, given: Any) -> Sequence[Any]:
         """The images of a row. A single one may be missing for GRPO only."""

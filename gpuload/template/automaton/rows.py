@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from gpuload.reference.deadline import EndlessError
-from gpuload.reference.template_call import TemplateCall, describe_error, rejection
+from gpuload.reference.template_call import READ_BACK, TemplateCall, describe_error, rejection, without_none
 from gpuload.reference.template_source import vendor_environment
 from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
@@ -48,7 +48,6 @@ after the first traces."""
 MOST_KNOWN = 4
 """For so many templates, what was learned is kept for later loads."""
 
-_READ_BACK = "{{ [messages, tools] | tojson }}"
 REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _NO_WAY = "more paths through the template than are traced"
 BEGIN, END = -1, -2
@@ -81,6 +80,7 @@ class RowRenderer:
         if own_tools and replace(call, tools=[TOOL]).text() != replace(call, tools=None).text():
             raise NotCompilableError("the tokenizer has another template for tools")
         self._call, self._answers, self._own_tools = call, answers, own_tools
+        self._changes = call.changes
         environment = vendor_environment()
         assert environment is not None  # there is a template
         self._tojson = environment.filters["tojson"]
@@ -128,7 +128,7 @@ class RowRenderer:
         """Renders one conversation: plain data, as `json.loads` returns it, with its tools if it has `own_tools`. Or
         says why the template rejects it, or transformers must render it."""
         self._progress.rows += 1
-        row: Row = {"messages": prepared(messages)} | ({"tools": tools} if self._own_tools else {})
+        row: Row = {"messages": prepared(messages, self._changes)} | ({"tools": tools} if self._own_tools else {})
         while not self.wrong:
             out, blocks, trail, (end, reason) = self._walk(row)
             if end == "reference":
@@ -182,7 +182,7 @@ class RowRenderer:
 
     def _text(self, row: Row, messages: list[Any]) -> str:
         """A row with other messages, as transformers renders it."""
-        out, _, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
+        out, _, trail, (end, _) = self._walk({**row, "messages": prepared(messages, self._changes)})
         if end != "end" or not self._seen.issuperset(_pairs(trail)):
             return self._of_row(row).render(messages)
         return "".join(out)
@@ -212,7 +212,7 @@ class RowRenderer:
             return _NO_WAY
         self._progress.traces += 1
         try:
-            seen = json.loads(self._of_row(row).render(messages, template=_READ_BACK))
+            seen = json.loads(self._of_row(row).render(messages, template=READ_BACK))
             # As texts: keys in their order, and NaN is equal to NaN.
             if json.dumps(seen) != json.dumps([row["messages"], row.get("tools", seen[1])]):
                 self._progress.wrong = "this version of transformers changes messages before the template sees them"
@@ -252,7 +252,7 @@ class RowRenderer:
                 break
             other, count = _with_other_texts(messages, texts, self._random)
             replaced += max(1, count)
-            self._probe(other, {**row, "messages": prepared(other)})
+            self._probe(other, {**row, "messages": prepared(other, self._changes)})
 
     def _raised(self, error: Exception, messages: Sequence[Any], row: Row) -> tuple[str, str]:
         """How the path of an exception ends. The reason for a rejection is that of transformers."""
@@ -300,18 +300,20 @@ def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -
 _known = KnownTemplates(MOST_KNOWN)
 
 
-def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as transformers gives them to the template: without keys that are None, and with reasoning under each of
-    its names. It is compared with transformers for each row that is traced."""
-    rows: list[Any] = []
+def prepared(messages: Sequence[Any], changes: tuple[bool, bool]) -> Sequence[Any]:
+    """Messages as transformers gives them to the template (`TemplateCall.changes`). Each row that is traced is compared
+    with transformers."""
+    drops, fills = changes
+    if drops and any(None in message.values() for message in messages):
+        messages = without_none(messages)
+    if not fills or all(map(REASONING.isdisjoint, messages)):
+        return messages
+    found = []
     for message in messages:
-        if None not in message.values() and REASONING.isdisjoint(message):  # nearly all: nothing changes
-            rows.append(message)
-            continue
-        given = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
-        rows.append(given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning})
-    return rows
+        names = [name for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None]
+        reasoning = message[names[0]] if names else None
+        found.append({"thinking": reasoning, **message, "reasoning_content": reasoning} if names else message)
+    return found
 
 
 def _pairs(trail: Sequence[int]) -> Iterator[tuple[int, int]]:
