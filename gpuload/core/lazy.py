@@ -1,9 +1,11 @@
 """What is made when it is first used: names of a package, and the Python objects of a batch."""
 
 import importlib
+import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from gpuload.core.memory import garbage_collection_paused
@@ -24,6 +26,16 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
             return getattr(importlib.import_module(module, package), other or name)
 
     return look_up, lambda: sorted(homes)
+
+
+def imported(name: str) -> ModuleType:
+    """A module that replaces itself in `sys.modules` while it is imported, as transformers does.
+
+    A thread that comes to `from name import ...` meanwhile waits, and then gets the module that was replaced, which has
+    hardly any names.
+    """
+    importlib.import_module(name)
+    return sys.modules[name]
 
 
 @dataclass(frozen=True)
