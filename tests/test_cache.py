@@ -4,6 +4,8 @@ import copy
 import errno
 import itertools
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.cache.store import TokenCache
 from gpuload.cli.main import main
 from gpuload.core.arrays import Ragged
-from gpuload.core.errors import DataError, MismatchError
+from gpuload.core.errors import DataError, MismatchError, StoreError, TokenizerError
 from gpuload.core.files import PartialDirectory
 from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
@@ -469,6 +471,48 @@ def test_a_folder_that_cannot_be_written(files: list[str], qwen: Any, tmp_path: 
     (note,) = [note for note in prompts.report.notes if "not cached" in note]
     assert note == f"tokens are not cached: {tmp_path / 'a file' / 'tokens'}: Not a directory"
     same(prompts, gpuload.load(files, qwen, token_cache=False))
+
+
+def test_a_folder_that_cannot_be_looked_at(
+    files: list[str],
+    qwen_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As if the cache were in the closed home of another user: `stat` fails, and not because there is nothing."""
+    closed = tmp_path / ("x" * 300)
+    monkeypatch.setenv("GPULOAD_CACHE", str(closed))
+    prompts = gpuload.load(files, qwen_folder)
+    assert f"tokens are not cached: {closed / 'tokens'}: File name too long" in prompts.report.notes
+    same(prompts, gpuload.load(files, qwen_folder, token_cache=False))
+    with pytest.raises(StoreError, match="cannot write the store: File name too long"):
+        gpuload.load(files, qwen_folder, store="disk")
+    assert main(["cache"]) == 0
+    assert "0 entries" in capsys.readouterr().out
+    assert main(["demo"]) == 1
+    assert "the demo's tokenizer cannot be written (File name too long)" in capsys.readouterr().err
+    with pytest.raises(TokenizerError):
+        gpuload.load(files, str(closed / "tokenizer"))
+
+
+def test_a_working_directory_whose_name_is_not_utf8(
+    files: list[str], qwen_folder: str, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    expected = gpuload.load(files, qwen_folder, token_cache=False).tokens.to_lists()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("GPULOAD_CACHE", "cache")
+    for name in files:
+        shutil.copy(name, Path(name).name)
+    names = [Path(name).name for name in files]
+    assert gpuload.load(names, qwen_folder).tokens.to_lists() == expected
+    assert gpuload.load(names, qwen_folder).report.from_cache == names
+    stored = gpuload.load(names, qwen_folder, store="disk")
+    monkeypatch.chdir("/")  # as Hydra does after it has read its configuration
+    copied = pickle.loads(pickle.dumps(stored))
+    assert [row["raw_prompt_ids"] for row in copied] == expected
 
 
 @pytest.mark.parametrize("at", ["write", "close"])

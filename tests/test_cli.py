@@ -57,6 +57,28 @@ def test_a_closed_pipe_ends_a_command_quietly(gsm8k: str, qwen_folder: str) -> N
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("redirection", "expected"),
+    [
+        (">&-", ("", "", 0)),  # as some daemons start programs
+        (">/dev/full", ("", "gpuload: show: [Errno 28] No space left on device\n", 1)),
+        ("2>&- --row 99999", ("", "", 1)),  # messages are not for standard output
+    ],
+)
+def test_output_that_cannot_be_written(redirection: str, expected: tuple[str, str, int], gsm8k: str) -> None:
+    command = f'"{sys.executable}" -m gpuload show "{gsm8k}" --row 0 {redirection}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == expected
+
+
+def test_a_locale_that_lacks_characters(gsm8k: str, qwen_folder: str) -> None:
+    command = [sys.executable, "-m", "gpuload", "show", gsm8k, "--row", "0", "--tokenizer", qwen_folder]
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u23ce" in done.stdout  # the sign for the end of a line
+
+
 def test_inspect_names_what_is_wrong(
     write: Callable[..., str], qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

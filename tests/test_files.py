@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pwd
 import resource
 import signal
 import subprocess
@@ -31,6 +32,29 @@ def test_cache_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_root() == tmp_path / "mine"
     assert cache_root("~/given") == tmp_path / "given"
     assert cache_root("") == tmp_path / "mine"
+
+
+def test_the_cache_directory_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_entry(number: int) -> Any:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    for name in ("GPULOAD_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_root() == Path("/.cache/gpuload")
+    assert cache_root("~") == Path("/")
+    assert cache_root(tmp_path) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    assert cache_root("~nobody-of-this-name/x") == tmp_path / "~nobody-of-this-name" / "x"  # as for a shell
+
+
+def test_a_relative_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cache_root("here") == tmp_path / "here"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cache_root("here") == Path("here")  # which cannot be written, and a report says so
 
 
 def test_replacing_a_file(tmp_path: Path) -> None:

@@ -98,3 +98,20 @@ def test_names() -> None:
         assert getattr(gpuload, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         gpuload.lode  # noqa: B018
+
+
+def test_first_loads_in_several_threads(gsm8k: str, qwen_folder: str) -> None:
+    """Transformers replaces its module while it is imported, and threads that wait for that get the old one."""
+    code = """
+import sys, threading
+import gpuload
+sys.setswitchinterval(1e-5)
+def load():
+    prompts = gpuload.load(sys.argv[1], sys.argv[2], max_samples=20, token_cache=False)
+    print(f"{len(prompts)}\\n", end="")
+threads = [threading.Thread(target=load) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code, gsm8k, qwen_folder], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["20"] * 4, "")

@@ -104,3 +104,30 @@ print(gc.isenabled(), flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+def test_a_process_that_is_forked_while_a_value_is_made() -> None:
+    """Another thread makes the same value of another object."""
+    program = """
+import os, signal, threading, warnings
+from contextlib import nullcontext
+warnings.simplefilter("ignore")
+import pyarrow as pa
+from gpuload.engines.host.render import HostText
+lock = getattr(vars(HostText)["sizes"], "lock", nullcontext())  # none from Python 3.12 on
+held, done = threading.Event(), threading.Event()
+def hold():
+    with lock:
+        held.set()
+        done.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    os._exit(int(HostText(text=pa.array(["text"], pa.large_string())).sizes[0]))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+done.set()
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "4\n"

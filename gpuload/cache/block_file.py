@@ -12,6 +12,7 @@ block by those who use it. A file with a damaged index is as good as none.
 """
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class BlockFile:
     def open(cls, path: Path, key: str, rows: int | None = None) -> Self | None:
         """Opens a file; None if there is none, or a damaged one, or one with another key, or other than these rows."""
         try:
-            with pa.memory_map(str(path)) as mapped:
+            with pa.memory_map(os.fsencode(path)) as mapped:
                 memory = mapped.read_buffer()
             size, checksum = _END.unpack(memory.slice(memory.size - _END.size))
             index = memory.slice(memory.size - _END.size - size, size)

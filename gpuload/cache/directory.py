@@ -1,5 +1,6 @@
 """The directories of the cache: what is in them, and what is removed."""
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
-from gpuload.core.files import cache_root, partial_bytes, remove_orphans
+from gpuload.core.files import cache_root, files_in, partial_bytes, remove_orphans
 from gpuload.media import IMAGES
 
 IDS, COLUMNS = ".arrow", ".columns"  # how the names of entries, and of files of columns, end
@@ -51,7 +52,7 @@ def has_room(directory: Path, needed: int) -> bool:
 
 
 def _free(directory: Path) -> int:
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     return shutil.disk_usage(there).free
 
 
@@ -104,7 +105,7 @@ def cached_files(directory: Path) -> list[CachedFile]:
 def _entries(directory: Path) -> list[tuple[float, int, Path]]:
     """Last use, bytes and path of every entry, least recently used first."""
     found = []
-    for path in [path for suffix in _WHAT for path in directory.glob(f"*{suffix}")]:
+    for path in [path for suffix in _WHAT for path in files_in(directory, suffix)]:
         with suppress(OSError):  # another process may have removed it
             state = path.stat()
             found.append((state.st_mtime, state.st_size, path))

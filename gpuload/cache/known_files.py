@@ -33,7 +33,7 @@ def known_digest(
     if file is None or state is None:
         return compute()
     place = os.path.abspath(file.path) if isinstance(file, LocalFile) else f"{file.version[0]}"
-    path = directory / f"{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}.json"
+    path = directory / f"{hashlib.blake2b(os.fsencode(place), digest_size=16).hexdigest()}.json"
     known = read_facts(path)
     digests: dict[str, str] = known["digests"] if known is not None and known["state"] == state else {}
     name = json.dumps(list(names))

@@ -130,21 +130,26 @@ def _facts_path(tokenizer: Any, options: Options, kind: type[Reference], variant
     if not isinstance(tokenizer, str | os.PathLike) or options.trust_remote_code or not options.token_cache:
         return None
     given = _absolute(tokenizer)
-    directory = given if given.is_dir() else given.parent
-    if not given.exists() or not is_plain(dict(options.apply_chat_template_kwargs)):
+    if not os.path.exists(given) or not is_plain(dict(options.apply_chat_template_kwargs)):
         return None
-    states, latest = [], 0
-    inside = sorted(directory.rglob("*"))
-    if any(path.is_dir() and path.is_symlink() for path in inside):  # of templates; their files are not looked at
-        return None
-    for file in filter(Path.is_file, inside):
-        about = file.stat()
-        latest = max(latest, about.st_mtime_ns, about.st_ctime_ns)
-        states.append([str(file), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns])
-    if latest / 1e9 + SETTLED > time.time():
+    states = _states(given if given.is_dir() else given.parent)
+    if not states or max(changed for state in states for changed in state[-2:]) / 1e9 + SETTLED > time.time():
         return None
     template = options.chat_template if options.chat_template is None else str(options.chat_template)
     as_what = [kind.__qualname__, variant, template, dict(options.apply_chat_template_kwargs), options.pad_token_id]
     given_as = [str(given), states, *as_what]
     digest = hashlib.blake2b(repr([given_as, package_versions()]).encode(errors="backslashreplace"), digest_size=16)
     return digests_directory(options.cache_dir) / f"{digest.hexdigest()}.tokenizer.json"
+
+
+def _states(directory: Path) -> list[list[Any]] | None:
+    """What each file in a directory is recognized by, the last two of it the times of its last changes, in ns; None if
+    that is not known of all of them."""
+    try:
+        inside = sorted(directory.rglob("*"))
+        if any(path.is_dir() and path.is_symlink() for path in inside):  # of templates; their files are not looked at
+            return None
+        found = [(str(file), file.stat()) for file in inside if file.is_file()]
+    except OSError:  # closed to this user, or removed: who opens the tokenizer says so
+        return None
+    return [[name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns] for name, at in found]

@@ -38,7 +38,7 @@ from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import StoreError
-from gpuload.core.files import PartialDirectory
+from gpuload.core.files import PartialDirectory, files_in
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.reference.reference import Reference
@@ -145,7 +145,7 @@ class TokenCache:
         if is_url(str(self._options.cache_dir)):
             return True
         folders = (tokens_directory(self._options.cache_dir), self._stores)
-        entries = [path for folder in folders for path in folder.glob(f"*{IDS}")]
+        entries = [path for folder in folders for path in files_in(folder, IDS)]
         if len(entries) > _MOST_ENTRIES:
             return True
         return any(found is not None and found[1] == source.num_rows for found in map(about, entries))
@@ -321,10 +321,10 @@ class TokenCache:
         """Where the entry with this key is, or would be. One that is used in place is not to be evicted."""
         name = f"{key}{IDS}"
         cached, stored = (root / name for root in (tokens_directory(self._options.cache_dir), self._stores))
-        if self._in_place and cached.exists():
+        if self._in_place and os.path.exists(cached):
             with suppress(OSError):
                 self._stores.mkdir(parents=True, exist_ok=True)
                 for file, place in ((cached.with_suffix(COLUMNS), stored.with_suffix(COLUMNS)), (cached, stored)):
                     if file.exists():
                         os.replace(file, place)
-        return stored if stored.exists() else cached
+        return stored if os.path.exists(stored) else cached

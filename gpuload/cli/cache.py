@@ -1,5 +1,6 @@
 """`gpuload cache`: what is in the token cache, and in stores on disk."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ def list_cache(cache_dir: str | None = None) -> None:
 def _directories(cache_dir: str | None) -> list[Path]:
     """That of tokens, and the others that exist."""
     others = (store_directory(cache_dir), media_directory(cache_dir))
-    return [tokens_directory(cache_dir), *(each for each in others if each.exists())]
+    return [tokens_directory(cache_dir), *(each for each in others if os.path.exists(each))]
 
 
 def _list(directory: Path) -> None:

@@ -107,7 +107,7 @@ def _environment(number: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUPY_CACHE_DIR", "LD_LIBRARY_PATH"):
         if name in os.environ:
             print(f"{name}={os.environ[name]}")
-    for place in (Path.home(), cache_root()):
+    for place in (Path(os.path.expanduser("~")), cache_root()):
         print(f"{place}: {'can' if writable(place) else 'cannot'} be written")
     asked = "index,name,driver_version,vbios_version,compute_mode,mig.mode.current,ecc.mode.current,memory.used"
     print(nvidia_smi(f"--query-gpu={asked}", "--format=csv").rstrip() or "nvidia-smi is missing or lists no GPU")

@@ -1,7 +1,6 @@
 """The command line: inspect · show · check · diff · prepare · cache · doctor · demo."""
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from gpuload.cli.checking import (
     template_of,
 )
 from gpuload.cli.doctoring import add_doctor
-from gpuload.cli.output import arguments_of, as_arguments, printable
+from gpuload.cli.output import arguments_of, as_arguments, discard_output, prepare_output, printable
 from gpuload.core.errors import GpuloadError
 from gpuload.kinds.served.options import OF_SERVED
 
@@ -32,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 1 for a problem with the data or the machine, 2 for wrong usage, 130 if the
         command was interrupted.
     """
+    prepare_output()
     parser = build_parser()
     given = parser.parse_args(arguments)
     usual, warnings.formatwarning = warnings.formatwarning, _warning
@@ -45,9 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpuload: {given.command} was interrupted", file=sys.stderr)
         return 130  # as a shell reports a program that SIGINT has ended
     except BrokenPipeError:  # the reader of a pipe has stopped: `gpuload inspect ... | head`
-        # Python flushes standard output once more at exit, and would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 0
+    except OSError as error:  # the disk of the output or of the cache is full, or closed to this user
+        print(printable(f"gpuload: {given.command}: {error}"), file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output()
+        return 1
     finally:
         warnings.formatwarning = usual
     return status

@@ -1,13 +1,32 @@
 """What commands print: names from files cannot control the terminal, and messages name arguments instead of options."""
 
 import argparse
+import io
+import os
 import re
 import shlex
+import sys
 import unicodedata
 from collections.abc import Mapping
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|(-?[A-Za-z0-9_.]+)|)")
+
+
+def prepare_output() -> None:
+    """Makes standard output and standard error streams that take any text, whatever this process was started with."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed (`>&-`): print would use the other one instead
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # characters that the locale has not are shown by their code points
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Makes the rest of standard output vanish, which cannot be written: Python flushes it once more at exit, and would
+    fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -31,12 +31,27 @@ def cache_root(given: str | os.PathLike[str] | None = None) -> Path:
     Args:
         given: the `cache_dir` option. None, or the URL of a shared store (`cache/shared_store.py`): `$GPULOAD_CACHE`,
             else `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
+
+    Returns:
+        An absolute path: what is stored there is found after the process went to another directory.
     """
     if not given or "://" in str(given):
         given = os.environ.get("GPULOAD_CACHE")
     if not given:
         given = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "gpuload"
-    return Path(given).expanduser()
+    path = os.path.expanduser(given)
+    if path.partition("/")[0] == "~":  # neither $HOME nor an entry for the user: the home is /, as in containers
+        path = path[1:] or "/"
+    with suppress(FileNotFoundError):  # the current directory was removed
+        return Path(path).absolute()
+    return Path(path)
+
+
+def files_in(directory: Path, end: str) -> list[Path]:
+    """What a directory has whose names end with `end`; nothing if it is missing, or closed to this user."""
+    with suppress(OSError):
+        return [directory / name for name in os.listdir(directory) if name.endswith(end)]
+    return []
 
 
 class PartialDirectory:
@@ -187,8 +202,8 @@ def partial_bytes(directory: Path) -> int:
 def _partial_directories(directory: Path) -> Iterator[Path]:
     """Those that a `PartialDirectory` has made. The user may have chosen a directory in which other programs have files
     with such names."""
-    for path in directory.glob(f"*{_PARTIAL}"):
-        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    for path in files_in(directory, _PARTIAL):
+        if _NAME.fullmatch(path.name) and os.path.isdir(path) and not os.path.islink(path):
             with suppress(OSError), _own_lock(path, os.O_RDONLY):
                 yield path
 

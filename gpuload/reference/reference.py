@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from gpuload.core.backends import snapshot, stored_pad_token
 from gpuload.core.errors import TokenizerError
+from gpuload.core.lazy import imported
 from gpuload.core.memory import garbage_collection_paused, room_to_encode
 from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
@@ -364,9 +365,8 @@ def _from_file(name: str, trust_remote_code: bool) -> Any:
 def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if tokenizer is None:
         raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object as the second argument")
+    transformers = imported("transformers")
     if isinstance(tokenizer, str | os.PathLike):
-        from transformers import AutoTokenizer
-
         name = os.path.expanduser(os.fspath(tokenizer))
         if os.path.isfile(name):
             return _from_file(name, trust_remote_code)
@@ -376,7 +376,7 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         unreachable = None if is_local else hub_problem()
         more = {"local_files_only": True} if unreachable else {}
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
+            return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
         except Exception as error:
             if unreachable:
                 raise TokenizerError(
@@ -387,10 +387,8 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
             where = "cannot be loaded from this directory" if is_local else where
             raise TokenizerError(f"tokenizer {name!r}: {where} ({describe_error(error):.300})") from error
     if type(tokenizer).__module__.split(".")[0] == "tokenizers":
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=stored_pad_token(tokenizer))
-    if not isinstance(tokenizer, _base_class()):
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=stored_pad_token(tokenizer))
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
         raise TokenizerError(
             f"tokenizer has the unsupported type {type(tokenizer).__name__}: pass a path, a hub id, a transformers "
             "tokenizer or a tokenizers.Tokenizer" + (", such as processor.tokenizer" * hasattr(tokenizer, "tokenizer"))

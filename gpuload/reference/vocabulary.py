@@ -4,6 +4,7 @@ transformers 5 opens a directory, or a model of the hub, that has a tokenizer_co
 error: the tokenizer then has special and added tokens only, and all other text becomes nothing, or unknown tokens.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def is_id(given: int, tokenizer: Any) -> bool:
 
 def file_of(place: str, name: str) -> Path | None:
     """A file of a model that was opened before: in its directory, or in the cache of the hub; None if there is none."""
-    if Path(place).is_dir():
+    if os.path.isdir(place):
         found = Path(place, name)
-        return found if found.exists() else None
-    if Path(place).exists():  # a tokenizer.json by itself
+        return found if os.path.exists(found) else None
+    if os.path.exists(place):  # a tokenizer.json by itself
         return Path(place)
     from huggingface_hub import try_to_load_from_cache
 

@@ -184,7 +184,7 @@ def load_cupy() -> ModuleType:
     """
     if "cupy" not in sys.modules and "CUPY_CACHE_DIR" not in os.environ:
         own = cache_root() / "cupy"
-        if not writable(Path("~/.cupy").expanduser()):
+        if not writable(Path(os.path.expanduser("~/.cupy"))):
             os.environ["CUPY_CACHE_DIR"] = str(own) if writable(own) else tempfile.mkdtemp(prefix="gpuload-cupy-")
     try:
         import cupy
