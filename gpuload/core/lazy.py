@@ -51,7 +51,7 @@ def _in_child() -> None:
                     value.lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
+if sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):  # the latter: not on Windows
     os.register_at_fork(after_in_child=_in_child)
 
 
