@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 from pieces_cases import NO_WORDS, Case, Poisoned, made_up, read
 from simulator.encoder import cut, split
-from simulator.host_kernels import COMPILER, build, launch
+from simulator.host_kernels import COMPILER
+from simulator.races import RacingKernels
 from test_device_pieces import EVERY, cases, check, shipped
 
-from gpuload.engines.device.kernel_source import source
 from gpuload.engines.device.pretokenize import PreTokenizer
 from gpuload.tokenizer.added_tokens import can_overlap
 from gpuload.tokenizer.spec import AddedToken, Split
@@ -50,62 +49,15 @@ def test_any_order_of_tiles(shipped: Case, seed: int, most_blocks: int) -> None:
     assert found == [cut(shipped.tokenizer, text) for text in texts]
 
 
-WATCHED = """
-#include <utility>
-static long long& barriers()  // that the running thread has passed
-{
-    static std::map<std::pair<const void*, unsigned>, long long> passed;
-    return passed[{fibers::machine->running->block, threadIdx.x}];
-}
-#undef __syncthreads
-#define __syncthreads() (fibers::barrier(FIBERS_SITE("__syncthreads")), (void)barriers()++)
-struct Byte {
-    unsigned char value;
-    mutable long long read, written;
-    mutable unsigned reader, writer;
-    static void check(bool good)
-    {
-        if (!good) fibers::fail("a thread uses a byte that another one writes before the next barrier");
-    }
-    operator unsigned char() const
-    {
-        const long long now = barriers();
-        check(written != now || writer == threadIdx.x);
-        reader = read == now && reader != threadIdx.x ? ~0u : threadIdx.x;
-        read = now;
-        return value;
-    }
-    void operator=(int made)
-    {
-        const long long now = barriers();
-        check((written != now || writer == threadIdx.x) && (read != now || reader == threadIdx.x));
-        writer = threadIdx.x;
-        written = now;
-        value = (unsigned char)made;
-    }
-};
-"""
-
-
-class Racing(Poisoned):
-    """Kernels that end with an error where threads race for marks, classes or results in shared memory."""
-
-    segment = 1
-
-    def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
-        text = re.sub(r"__shared__ u8 (\w+)\[", r"__shared__ Byte \1[", source())
-        text, count = re.subn(r"u8 \*text, \*marks, \*class_at;", "u8* text; const Byte *marks, *class_at;", text)
-        assert (count, text.count("__shared__ Byte")) == (1, 3)
-        launch(build(WATCHED + text, f"SEGMENT={self.segment}"), name, blocks, self.seed, arguments)
-
-
 def test_threads_do_not_race_in_shared_memory(shipped: Case) -> None:
     texts = ["", "<|im_start|>user\nIt's e\u0301 a<|im_end|>\n" * 9, "x" * 300, "é<|im_end|><|im_end|>", "a\u0301"]
+    kernels = RacingKernels()
+    kernels.segment = 1
     for some in (texts[:1] + texts[2:4], texts):  # in NFC, and not
         raw = b"".join(text.encode() for text in some)
         data, offsets = np.frombuffer(raw, np.uint8), np.cumsum([0, *(len(text.encode()) for text in some)])
         falls_back = np.zeros(len(some), bool)
-        pretokenizer = PreTokenizer(Racing(), shipped.tokenizer, NO_WORDS)
+        pretokenizer = PreTokenizer(kernels, shipped.tokenizer, NO_WORDS)
         found = read((pretokenizer.pre_tokens(data, offsets, 0, falls_back), falls_back))
         assert found == [cut(shipped.tokenizer, text) for text in some]
 
