@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulator.encoder import look_up_words
 from simulator.host_kernels import COMPILER, HostKernels
+from simulator.races import RacingKernels
 from test_bpe_fallback import GEMMA
 from test_bpe_merges import BYTES, LETTERS, by_model, compiled, flat
 from tiers import examples, exhaustive, shared
@@ -186,6 +187,13 @@ def test_any_order_of_threads(mergers: list[Any], seed: int, most_blocks: int) -
     kernels = Limited()
     kernels.seed = seed
     check(Merger(kernels, tokenizer.tables), backend, pieces)
+
+
+def test_threads_that_merge_do_not_race(mergers: list[Any]) -> None:
+    rng = random.Random(0)
+    pieces = [bytes(rng.choices(b"abcdeinrst ", k=size)) for size in (3, 25, 33, 63, 64, 65, 200, 257, 400) * 3]
+    _, tokenizer, backend = mergers[0]
+    check(Merger(RacingKernels(), tokenizer.tables), backend, pieces)
 
 
 @pytest.mark.parametrize("count", [1, 2, 300])

@@ -10,6 +10,7 @@ import pytest
 from pieces_cases import NO_WORDS, Case, Poisoned, made_up, read
 from simulator.encoder import cut, split
 from simulator.host_kernels import COMPILER
+from simulator.races import RacingKernels
 from test_device_pieces import EVERY, cases, check, shipped
 
 from gpuload.engines.device.pretokenize import PreTokenizer
@@ -46,6 +47,19 @@ def test_any_order_of_tiles(shipped: Case, seed: int, most_blocks: int) -> None:
     data, offsets = np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)])
     found = read((pretokenizer.pre_tokens(data, offsets, 0, falls_back), falls_back))
     assert found == [cut(shipped.tokenizer, text) for text in texts]
+
+
+def test_threads_do_not_race_in_shared_memory(shipped: Case) -> None:
+    texts = ["", "<|im_start|>user\nIt's e\u0301 a<|im_end|>\n" * 9, "x" * 300, "é<|im_end|><|im_end|>", "a\u0301"]
+    kernels = RacingKernels()
+    kernels.segment = 1
+    for some in (texts[:1] + texts[2:4], texts):  # in NFC, and not
+        raw = b"".join(text.encode() for text in some)
+        data, offsets = np.frombuffer(raw, np.uint8), np.cumsum([0, *(len(text.encode()) for text in some)])
+        falls_back = np.zeros(len(some), bool)
+        pretokenizer = PreTokenizer(kernels, shipped.tokenizer, NO_WORDS)
+        found = read((pretokenizer.pre_tokens(data, offsets, 0, falls_back), falls_back))
+        assert found == [cut(shipped.tokenizer, text) for text in some]
 
 
 def test_borders_of_tiles_anywhere(cases: dict[str, Case]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuload.engines.device.kernel_source import signatures, source
-from gpuload.engines.device.kernels import BLOCK
+from gpuload.engines.device.kernels import _DEBUG, BLOCK
 
 SHARED = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 """Shared memory of a multiprocessor in KiB; 1 KiB of it per block is the driver's."""
@@ -23,14 +23,15 @@ MOST_REGISTERS = 48
 enough to hide the latency of memory. The registers of each kernel are printed: pytest -s."""
 
 
-def compiled(architecture: str) -> tuple[bytes, str]:
-    """Compile all kernels; return the machine code and the assembler's log."""
+def compiled(architecture: str, *more: str) -> tuple[bytes, str]:
+    """Compile all kernels, with some options more; return the machine code and the assembler's log."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     try:
         error, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
     except Exception as missing:  # the bindings are there, the library is not
         pytest.skip(f"NVRTC is not installed: {missing}")
     options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
+    options += [option.encode() for option in more]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
     assert int(error) == 0, log
@@ -66,3 +67,11 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
         assert threads >= LEAST[architecture], (name, shared)
         assert (int(stack), int(stores), int(loads)) == (0, 0, 0), name
         assert int(registers) <= MOST_REGISTERS, (name, registers)
+
+
+@pytest.mark.parametrize(("architecture", "options"), [("sm_75", ()), ("sm_90", _DEBUG)])
+def test_other_builds_compile(architecture: str, options: tuple[str, ...]) -> None:
+    """For Turing, which has no reductions of warps, and with the bound for waiting threads of `GPULOAD_SYNC=1`."""
+    code, log = compiled(architecture, *options)
+    assert "warning" not in log
+    assert all(name.encode() in code for name in signatures())

@@ -11,9 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+<<<<<<< HEAD
 from contextlib import nullcontext
 from dataclasses import replace
+=======
+from collections.abc import Iterator
+from contextlib import contextmanager
+>>>>>>> w-gpu2
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +112,7 @@ def test_every_function_of_the_array_module_that_is_used_is_compared() -> None:
     assert used - others <= called
 
 
+<<<<<<< HEAD
 @needs_compiler
 @pytest.mark.parametrize(
     ("wrong", "message"),
@@ -145,6 +152,45 @@ def test_rows_that_cudf_read_are_compared_by_their_values(
     monkeypatch.setattr(ladder, "_kernels", lambda number: kernels)
     with pytest.raises(MismatchError, match=message) if wrong else nullcontext():
         ladder._cudf(0)
+=======
+class OfAnotherGpu(HostKernels):
+    """Kernels of a GPU that is not the process's current one. Outside of `current`, its memory is another one's."""
+
+    def __init__(self) -> None:
+        self.inside, self.outside = 0, list[str]()
+        runtime = SimpleNamespace(deviceGetAttribute=lambda *_: 1, memGetInfo=lambda: self.noted("memGetInfo", (1, 2)))
+        self.xp = SimpleNamespace(  # type: ignore[assignment]
+            cuda=SimpleNamespace(runtime=runtime),
+            asarray=lambda *given: self.noted("asarray", np.asarray(*given)),
+            empty=np.empty,
+            ndarray=np.ndarray,
+        )
+
+    def noted(self, name: str, result: Any) -> Any:
+        self.outside += [] if self.inside else [name]
+        return result
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.inside += 1
+        yield
+        self.inside -= 1
+
+    loading = current
+
+    def pinned(self, array: Any) -> int:
+        return int(self.noted("pinned", super().pinned(array)))
+
+
+@needs_compiler
+def test_steps_use_the_memory_of_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = OfAnotherGpu()
+    monkeypatch.setattr(ladder, "_kernels", lambda number: kernels)
+    monkeypatch.setattr(verdict, "described", lambda number: {"compute_mode": 0})
+    ladder._context(1)
+    ladder.check_pinned(kernels)
+    assert kernels.outside == []
+>>>>>>> w-gpu2
 
 
 def test_the_ladder_stops_at_the_first_failure(

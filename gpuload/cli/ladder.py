@@ -133,12 +133,14 @@ def _context(number: int) -> None:
     # cudaDevAttrMemoryPoolsSupported and cudaDevAttrCanUseHostPointerForRegisteredMem
     print(f"memory pools: {runtime.deviceGetAttribute(115, number)}")
     print(f"pinned memory at the host's addresses: {runtime.deviceGetAttribute(91, number)}")
-    free, total = runtime.memGetInfo()
+    with kernels.current():
+        free, total = runtime.memGetInfo()
     print(f"{free >> 20:,} of {total >> 20:,} MiB free")
     for _ in range(2):  # from the pool that RMM gets, also after it was emptied
         with kernels.loading():
             check_copies(kernels.xp)
-    check_copies(kernels.xp)
+    with kernels.current():
+        check_copies(kernels.xp)
 
 
 def _libraries() -> None:
@@ -273,11 +275,18 @@ def _torch(number: int) -> None:
         doubled = torch.utils.dlpack.from_dlpack(array) * 2
     torch.cuda.current_stream(number).wait_stream(side)
     _expect("work on a stream of torch", doubled.cpu().numpy(), np.full(_SIZE, 10))
+    check_pinned(kernels)
+
+
+def check_pinned(kernels: Any) -> None:
+    """Reads memory of the host that was pinned in place, by a kernel."""
     from gpuload.core.arrays import Ragged
     from gpuload.engines.device.store import DeviceStore, host_store
 
     rows = host_store([Ragged.from_lists([[1, 2], [3], []])], None)
-    pinned = DeviceStore(kernels, kernels.pinned(rows.values) + 4 * rows.offsets[:-1], rows.lengths, [rows.values])
+    with kernels.current():
+        address = kernels.pinned(rows.values)
+    pinned = DeviceStore(kernels, address + 4 * rows.offsets[:-1], rows.lengths, [rows.values])
     if pinned.take(np.array([1, 0])).to_lists() != [[3], [1, 2]]:
         raise MismatchError("kernels read wrong values from pinned memory of the host")
 

@@ -234,6 +234,7 @@ extern "C" __global__ void merge_middle(
                 for (int k = 0; k < 16; k += 4) lowest = lower(lowest, pair[8 * (p + k)]);
             for (int by = 2; by; by /= 2) lowest = lower(lowest, __shfl_xor_sync(ALL_LANES, lowest, by));
             if (!__any_sync(ALL_LANES, lowest != NO_PAIR)) break;
+            __syncwarp();  // all lanes have read the pairs: shuffles do not order accesses to memory
             if (lowest != NO_PAIR) {
                 // As in merge_short. All four lanes compute the same p, gone, last and next. Lane 0 looks up the pair
                 // that begins with symbol p, lane 1 the one before it.

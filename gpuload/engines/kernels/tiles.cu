@@ -180,27 +180,30 @@ extern "C" __global__ void list_pretokens(
             for (i64 t = first_text + threadIdx.x; t < texts && offsets[t] - base < origin + SEEN; t += BLOCK)
                 if (offsets[t + 1] > offsets[t]) marks[offsets[t] - base - origin] = BEGINS;
             __syncthreads();
-            // Tokens do not overlap, so marks of one do not decide about another.
-            for (int i = threadIdx.x; i < SEEN; i += BLOCK) {
-                if (marks[i] > BEGINS || !begins[text[i]]) continue;
-                const int found = find_token(tile, origin + i);
-                if (found < 0) continue;
+            // Tokens do not overlap, so none begins in another. First each thread marks where tokens begin among its own
+            // bytes, then what follows these, which are bytes of other threads.
+            unsigned mine = 0;  // bit n: a token begins at byte threadIdx.x + n * BLOCK
+            for (int i = threadIdx.x, n = 0; i < SEEN; i += BLOCK, n++) {
+                if (marks[i] > BEGINS || !begins[text[i]] || find_token(tile, origin + i) < 0) continue;
                 marks[i] = TOKEN;
-                int node = 0, k = i;  // down the trie once more, to the end of the token
-                for (;;) {
+                mine |= 1u << n;
+            }
+            __syncthreads();
+            for (; mine; mine &= mine - 1) {
+                int k = (int)threadIdx.x + BLOCK * (__ffs((int)mine) - 1);
+                const int found = find_token(tile, origin + k);
+                for (int node = 0;; marks[k] = IN_TOKEN) {  // down the trie once more, to the end of the token
                     int edge = edges[node];
                     while (byte[edge] != data[origin + k]) edge++;
                     node = edge + 1;
-                    if (token[node] == found) break;
-                    if (++k < SEEN) marks[k] = IN_TOKEN;
+                    if (++k == SEEN || token[node] == found) break;
                 }
+                if (k < SEEN && marks[k] == GOES_ON) marks[k] = BEGINS;  // a section begins after a token
             }
             __syncthreads();
         }
         if (splits || normalizes) {
             for (int i = threadIdx.x; i < SEEN; i += BLOCK) {
-                // A section begins after a token.
-                if (!marked && i && marks[i] == GOES_ON && marks[i - 1] >= TOKEN) marks[i] = BEGINS;
                 if (marks[i] == NOTHING || continues(text[i])) continue;
                 class_at[i] = (u8)class_of(text + i, pages, values);
                 if (!normalizes || text[i] < 0xcc || marks[i] > BEGINS || i < LEFT || i >= LEFT + TILE) continue;
