@@ -85,7 +85,7 @@ def save_to_disk(
     if splits is not None and not isinstance(splits, Mapping):
         raise OptionError(f"splits is a {type(splits).__name__}: pass datasets by name, such as {{'train': dataset}}")
     datasets = check_destination(directory, overwrite)
-    place = Path(directory).expanduser().resolve()
+    place = Path(os.path.expanduser(directory)).resolve()
     if not splits:
         raise OptionError("splits: no dataset given")
     for name, split in splits.items():
@@ -127,7 +127,7 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
     """
     if not isinstance(directory, str | os.PathLike):
         raise OptionError(f"directory={directory!r:.80}: expected a path")
-    place = Path(directory).expanduser().resolve()
+    place = Path(os.path.expanduser(directory)).resolve()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         if not overwrite:
             raise OptionError(

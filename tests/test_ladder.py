@@ -11,13 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-<<<<<<< HEAD
-from contextlib import nullcontext
-from dataclasses import replace
-=======
 from collections.abc import Iterator
-from contextlib import contextmanager
->>>>>>> w-gpu2
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +108,6 @@ def test_every_function_of_the_array_module_that_is_used_is_compared() -> None:
     assert used - others <= called
 
 
-<<<<<<< HEAD
 @needs_compiler
 @pytest.mark.parametrize(
     ("wrong", "message"),
@@ -152,7 +147,8 @@ def test_rows_that_cudf_read_are_compared_by_their_values(
     monkeypatch.setattr(ladder, "_kernels", lambda number: kernels)
     with pytest.raises(MismatchError, match=message) if wrong else nullcontext():
         ladder._cudf(0)
-=======
+
+
 class OfAnotherGpu(HostKernels):
     """Kernels of a GPU that is not the process's current one. Outside of `current`, its memory is another one's."""
 
@@ -190,7 +186,6 @@ def test_steps_use_the_memory_of_the_gpu_that_is_named(monkeypatch: pytest.Monke
     ladder._context(1)
     ladder.check_pinned(kernels)
     assert kernels.outside == []
->>>>>>> w-gpu2
 
 
 def test_the_ladder_stops_at_the_first_failure(
