@@ -57,6 +57,14 @@ def test_the_first_row_of_a_processor_is_compared_in_full(processor: Any, calls:
     assert calls == [{}, *[WITHOUT] * (len(calls) - 1)]
 
 
+def test_dry_runs_that_do_nothing_less_confirm_nothing(processor: Any, calls: list[dict[str, Any]]) -> None:
+    """Then rows take as long as before, and the sample has all of its seconds."""
+    load(processor, mm_processor_kwargs=WITHOUT)
+    ((found, *_),) = engine._rules.values()
+    assert (found.runs_whole, found.confirmed) == (True, False)
+    assert calls == [WITHOUT] * len(calls)
+
+
 def test_rows_without_images_confirm_nothing(processor: Any, calls: list[dict[str, Any]]) -> None:
     load(processor, only_text=True)
     assert calls == [{}] * len(calls)

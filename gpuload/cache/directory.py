@@ -52,6 +52,7 @@ def has_room(directory: Path, needed: int) -> bool:
 
 
 def _free(directory: Path) -> int:
+    # `Path.exists` raises an error where a directory is closed to this user.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     return shutil.disk_usage(there).free
 

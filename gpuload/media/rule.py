@@ -97,6 +97,11 @@ class ImageRule:
         what = "on tensors without memory" if self._run.on_meta else "on black images"
         return f"dry run {what}, once for each {'list of sizes' if self.by_row else 'size'}"
 
+    @property
+    def runs_whole(self) -> bool:
+        """Whether dry runs call the processor as it is called for rows: none that does less shows the same."""
+        return not self._run.on_meta and self._run.kwargs == self._kwargs
+
     def has_other_media(self, text: str) -> bool:
         """Whether a rendered text has a literal token for a video or a sound, which the processor may reject."""
         return any(token in text for token in self._others)

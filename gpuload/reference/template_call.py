@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 
@@ -30,6 +30,14 @@ _SANITIZE = "sanitize_control_tokens"
 _CHARACTERS_PER_SECOND = 100_000  # that are encoded at least; a tenth of what one core does
 READ_BACK = "{{ [messages, tools] | tojson }}"
 RESERVED = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
+
+
+class Changes(NamedTuple):
+    """What a version of transformers changes in messages before the template sees them: whether it drops keys that are
+    None, and gives reasoning under all of its names. 4.57 and 5.10 do neither."""
+
+    drops_none: bool
+    fills_reasoning: bool
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class TemplateCall:
         further = {name: value for name, value in self.kwargs.items() if name not in own}
         texts, blocks = self._alone(
             lambda: chat_template_utils.render_jinja_template(
-                [without_none(messages) if self.changes[0] else list(messages)],
+                [without_none(messages) if self.changes.drops_none else list(messages)],
                 tools=None if self.tools is None else list(self.tools),
                 documents=self.kwargs.get("documents"),
                 chat_template=self.text(),
@@ -197,15 +205,14 @@ class TemplateCall:
         return str(self.tokenizer.get_chat_template(self.template, None if self.tools is None else list(self.tools)))
 
     @cached_property
-    def changes(self) -> tuple[bool, bool]:
-        """Whether this transformers takes keys that are None from messages, and whether it gives reasoning under all of
-        its names, before the template sees them. Versions differ: 4.57 and 5.10 do neither."""
+    def changes(self) -> Changes:
+        """What this transformers changes in messages before the template sees them."""
         message = {"role": "user", "content": "", "dropped": None, "reasoning": "filled"}
         try:
             seen = json.loads(self.render([message], template=READ_BACK))[0][0]
         except Exception:  # rows show why
-            return True, True
-        return "dropped" not in seen, "reasoning_content" in seen
+            return Changes(True, True)
+        return Changes("dropped" not in seen, "reasoning_content" in seen)
 
     def syntax_error(self) -> str | None:
         """Return what is wrong with the template's source and on which line, or None.

@@ -73,10 +73,14 @@ class ProcessorReference(Reference):
 
     @cached_property
     def _dry(self) -> Self | None:
-        """The same, but as dry runs of the rule call the processor. None for a processor that is not one of
-        transformers: its ids may depend on the values of pixels."""
+        """The same, but as dry runs of the rule call the processor. None if these do nothing less, or for a processor
+        that is not one of transformers: its ids may depend on the values of pixels."""
         parts = (self.processor, getattr(self.processor, "image_processor", None))
-        if self._rule is None or any(type(part).__module__.partition(".")[0] != "transformers" for part in parts):
+        if (
+            self._rule is None
+            or self._rule.runs_whole
+            or any(type(part).__module__.partition(".")[0] != "transformers" for part in parts)
+        ):
             return None
         made = copy.copy(self)
         made._runs_dry = True

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from gpuload.reference.deadline import EndlessError
-from gpuload.reference.template_call import READ_BACK, TemplateCall, describe_error, rejection, without_none
+from gpuload.reference.template_call import READ_BACK, Changes, TemplateCall, describe_error, rejection, without_none
 from gpuload.reference.template_source import vendor_environment
 from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
@@ -300,13 +300,11 @@ def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -
 _known = KnownTemplates(MOST_KNOWN)
 
 
-def prepared(messages: Sequence[Any], changes: tuple[bool, bool]) -> Sequence[Any]:
-    """Messages as transformers gives them to the template (`TemplateCall.changes`). Each row that is traced is compared
-    with transformers."""
-    drops, fills = changes
-    if drops and any(None in message.values() for message in messages):
+def prepared(messages: Sequence[Any], changes: Changes) -> Sequence[Any]:
+    """Messages as transformers gives them to the template. Each row that is traced is compared with transformers."""
+    if changes.drops_none and any(None in message.values() for message in messages):
         messages = without_none(messages)
-    if not fills or all(map(REASONING.isdisjoint, messages)):
+    if not changes.fills_reasoning or all(map(REASONING.isdisjoint, messages)):
         return messages
     found = []
     for message in messages:
