@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpuload._version import __version__
 from gpuload.cli.inspect import check_page, write_page
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import Finding
 from gpuload.inspect.checks.lines import kept_by, lines_for
-from gpuload.inspect.checks.page import page_of_findings, some_rows, verdict
 from gpuload.inspect.checks.run import Checked, CheckedTrainer, checked
+from gpuload.inspect.page import clipped, template
 
 _COLORS = {"error": 31, "warning": 33, "info": 36, "ok": 32}
 _WIDEST, _ROWS = 100, 8
+_ROWS_OF_PAGE = 20
 
 
 def check_files(
@@ -85,3 +87,29 @@ def _wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
     return textwrap.wrap(
         printable(text.replace("\n", " ")), width, initial_indent=indent, subsequent_indent=indent or "  "
     )
+
+
+def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> str:
+    """The HTML page, which loads nothing."""
+    return template("gpuload.inspect.checks", some_rows).render(
+        found=found,
+        version=__version__,
+        title=", ".join(map(clipped, found.files[:3])) + (" …" if len(found.files) > 3 else ""),
+        tokenizer=clipped(found.tokenizer.rstrip("/").rpartition("/")[2]),
+        verdict=verdict(found),
+        trainer=trainer or "Python",
+        kept=kept_by(found, trainer, limit),
+        lines="\n".join(lines_for(found, trainer, limit)),
+    )
+
+
+def verdict(found: Checked) -> str:
+    """How many errors and warnings there are, in words."""
+    counts = {level: sum(each.level == level for each in found.findings) for level in ("error", "warning")}
+    words = [f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    return " and ".join(words) or "nothing to worry about"
+
+
+def some_rows(rows: Sequence[int], most: int = _ROWS_OF_PAGE) -> str:
+    """The numbers of the first rows of a finding."""
+    return ", ".join(map(str, rows[:most])) + (", …" if len(rows) > most else "")

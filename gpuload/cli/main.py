@@ -4,6 +4,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gpuload._version import __version__
@@ -18,7 +19,6 @@ from gpuload.cli.checking import (
     served_of,
     template_of,
 )
-from gpuload.cli.doctoring import add_doctor
 from gpuload.cli.output import arguments_of, as_arguments, discard_output, prepare_output, printable
 from gpuload.core.errors import GpuloadError
 from gpuload.kinds.served.options import OF_SERVED
@@ -134,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     cache.add_argument("--clear", action="store_true", help="remove all cached tokens")
     cache.set_defaults(run=_cache, parser=cache)
 
-    add_doctor(commands)
+    _add_doctor(commands)
 
     demo = commands.add_parser("demo", help="load the shipped dataset, and compare with tokenizing row by row")
     demo.set_defaults(run=_demo, parser=demo)
@@ -177,6 +177,32 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add_served(group)
     group.add_argument("--columns", metavar="A,B", help="other columns to write, for trl (all; packs have none)")
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
+    doctor.add_argument(
+        "--require", choices=["cpu", "cuda"], help="test only this engine; exit status 1 if it does not work"
+    )
+    doctor.add_argument(
+        "--gpu",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="test GPU N (0) step by step instead, each in a process of its own, up to the first that fails",
+    )
+    doctor.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="with --gpu: save the launches of the first wrong answer in a new directory, and repeat them on the host",
+    )
+    doctor.add_argument("--kernel", metavar="NAME", help="with --dump: only launches of this kernel")
+    doctor.add_argument("--replay", type=Path, metavar="DIR", help="repeat saved launches on the host; needs no GPU")
+    doctor.add_argument("--quick", action="store_true", help="show versions and GPUs only, in a second")
+    doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
+    doctor.set_defaults(run=_doctor, parser=doctor)
 
 
 _EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "columns", "overwrite")
@@ -253,8 +279,7 @@ def _prepare(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
-    from gpuload.cli.export import KINDS, export_files
-    from gpuload.cli.prepare import template_kwargs
+    from gpuload.cli.prepare import KINDS, export_files, template_kwargs
 
     kind, directory = given.export
     if kind not in KINDS:
@@ -299,6 +324,24 @@ def _cache(given: argparse.Namespace) -> int:
 
     (clear_cache if given.clear else list_cache)(given.cache_dir)
     return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from gpuload.cli.doctor import diagnose
+
+    if given.quick and (given.require or given.gpu is not None or given.replay):
+        given.parser.error("--quick tests nothing: use it alone")
+    if (given.dump and given.gpu is None) or (given.kernel and not given.dump):
+        given.parser.error("--dump needs --gpu, and --kernel needs --dump")
+    if given.replay and given.gpu is not None:
+        given.parser.error("--replay needs no GPU: use it without --gpu")
+    if given.gpu is not None and given.gpu < 0:
+        given.parser.error(f"--gpu {given.gpu}: expected the number of a GPU, 0 or more")
+    if given.gpu is not None or given.replay:
+        from gpuload.cli import ladder
+
+        return ladder.run(given.gpu, given.gpu_step, given.dump, given.kernel, given.replay)
+    return diagnose(given.require, given.quick)
 
 
 def _demo(given: argparse.Namespace) -> int:

@@ -36,11 +36,10 @@ from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.column_rows import ColumnTurns
 from gpuload.kinds.served.columns import ColumnFinder
-from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
 from gpuload.kinds.served.pieces import RowPieces
 from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
-from gpuload.kinds.served.sampled import is_sampled
+from gpuload.kinds.served.sampled import given_answers, is_sampled, rows_of_given, texts_to_encode
 from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, TurnWriter, empty_blocks
