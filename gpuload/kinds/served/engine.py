@@ -169,17 +169,8 @@ class ServedEngine(HostEngine):
         prompting = self._programs.of(self._calls[1])
         without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
-        return ColumnFinder(
-            program=self.program,
-            prompting=prompting,
-            without=without,
-            missing=reference.missing_reasoning,
-            loss_on=loss_on,
-            stops=writer.stops,
-            apart=[*literals, *empty_blocks(writer.pairs)],
-            pairs=writer.pairs,
-            cuts=self._cutting[0],
-        )
+        apart = [*literals, *empty_blocks(writer.pairs)]
+        return ColumnFinder(reference, writer, self.program, prompting, without, apart, self._cutting[0])
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
         """The turns of one conversation. `why_not` grows by why transformers renders it."""

@@ -68,63 +68,6 @@ def text_with_stop(reference: Encoding, writer: TurnWriter, turn: Turn, given: S
     return turn.prompt + turn.answer
 
 
-class _Sampled:
-    """Makes the rows of one conversation. For the arguments see `rows_of_sampled`."""
-
-    def __init__(
-        self, reference: Encoding, writer: TurnWriter, calls: tuple[TemplateCall, TemplateCall], messages: Sequence[Any]
-    ):
-        self._reference, self._writer, self._messages = reference, writer, messages
-        self._call, self._serving = calls
-        self._known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
-        self.counts = ServedRows().counts
-
-    def answer(self, number: int, bits: int) -> LearnedAnswer | int:
-        """An answer with loss, or the number of the reason why it has none; what is learned of it is known later."""
-        reference, message = self._reference, self._messages[number]
-        turn = self._writer.turn(self._messages, number)
-        given = message.get(TOKEN_IDS)
-        if given is None:
-            return turn if isinstance(turn, int) else self._rendered(turn, message, bits)
-        try:
-            text = self._serving.render(self._messages[:number])
-        except Exception:
-            return FAILS
-        prompt = self._ids_of(text)
-        if message.get(PROMPT_IDS) not in (None, prompt):
-            return OTHER_IDS
-        ids = prompt + given
-        if isinstance(turn, Turn) and turn.prompt == text:
-            rendered = reference.answer(turn, [(0, len(turn.answer))], bits)[0]
-            self.counts[RESAMPLED] += rendered.ids[rendered.begin :].tolist() != given
-            self._known.append((text_with_stop(reference, self._writer, turn, given), ids))
-        if not given:
-            return NOTHING
-        return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
-
-    def _rendered(self, turn: Turn, message: Mapping[str, Any], bits: int) -> LearnedAnswer | int:
-        """An answer without ids of its own."""
-        reference = self._reference
-        prompt = self._ids_of(turn.prompt)
-        if message.get(PROMPT_IDS) not in (None, prompt):
-            return OTHER_IDS
-        loss = reference.loss_in(turn, self._messages, self._call)
-        answer, merged = reference.answer(turn, loss, bits)
-        if not answer.bits.any():
-            return NO_BLOCK
-        count_answer(self.counts, turn, merged)
-        ids = np.array([*prompt, *answer.ids[answer.begin :]], np.int32)
-        return LearnedAnswer(turn.number, ids, len(prompt), answer.bits)
-
-    def _ids_of(self, prompt: str) -> list[int]:
-        if self._reference.history == "sampled" and self._known:
-            for text, ids in reversed(self._known):
-                if prompt.startswith(text):
-                    return ids + self._reference.encode_behind(prompt[len(text) :])
-            self.counts[REWRITTEN] += 1
-        return self._reference.encode(prompt)
-
-
 def rows_of_sampled(
     reference: Encoding,
     calls: tuple[TemplateCall, TemplateCall],
@@ -134,15 +77,57 @@ def rows_of_sampled(
 ) -> ServedRows:
     """The rows of a conversation with sampled ids. The calls, and the writer of these calls, are for conversations and
     prompts; for messages and `wanted` see `wanted_in`."""
-    made = _Sampled(reference, writer, calls, messages)
+    call, serving = calls
+    counts = ServedRows().counts
+    known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
+
+    def ids_of(prompt: str) -> list[int]:
+        for text, ids in reversed(known):
+            if prompt.startswith(text):
+                return ids + reference.encode_behind(prompt[len(text) :])
+        counts[REWRITTEN] += bool(known)
+        return reference.encode(prompt)
+
+    def sampled(number: int, turn: Turn | int, bits: int) -> LearnedAnswer | int:
+        given = messages[number][TOKEN_IDS]
+        try:
+            text = serving.render(messages[:number])
+        except Exception:
+            return FAILS
+        prompt = ids_of(text)
+        if messages[number].get(PROMPT_IDS) not in (None, prompt):
+            return OTHER_IDS
+        ids = prompt + given
+        if isinstance(turn, Turn) and turn.prompt == text:
+            rendered, _ = reference.answer(turn, [(0, len(turn.answer))], bits)
+            counts[RESAMPLED] += rendered.ids[rendered.begin :].tolist() != given
+            if reference.history == "sampled":
+                known.append((text_with_stop(reference, writer, turn, given), ids))
+        if not given:
+            return NOTHING
+        return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
+
+    def rendered(turn: Turn, bits: int) -> LearnedAnswer | int:
+        prompt = ids_of(turn.prompt)
+        if messages[turn.number].get(PROMPT_IDS) not in (None, prompt):
+            return OTHER_IDS
+        answer, merged = reference.answer(turn, reference.loss_in(turn, messages, call), bits)
+        if not answer.bits.any():
+            return NO_BLOCK
+        count_answer(counts, turn, merged)
+        ids = np.array([*prompt, *answer.ids[answer.begin :]], np.int32)
+        return LearnedAnswer(turn.number, ids, len(prompt), answer.bits)
+
     turns: list[LearnedAnswer | int] = []
     for number, message in enumerate(messages):
-        if message.get("role") != "assistant" or not (number in wanted or message.get(TOKEN_IDS) is not None):
+        given = message.get(TOKEN_IDS) is not None
+        if message.get("role") != "assistant" or not (number in wanted or given):
             continue
-        found = made.answer(number, reference.bits_of(wanted.get(number, 1.0)))
+        turn, bits = writer.turn(messages, number), reference.bits_of(wanted.get(number, 1.0))
+        found = sampled(number, turn, bits) if given else turn if isinstance(turn, int) else rendered(turn, bits)
         if number in wanted:
             turns.append(found)
-    return ServedRows.of(turns, made.counts)
+    return ServedRows.of(turns, counts)
 
 
 # -- many conversations at once: prompts by the compiled template, and all texts encoded in one call -------------------
