@@ -40,7 +40,7 @@ from gpuload.kinds.served.pieces import RowPieces
 from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import given_answers, is_sampled, rows_of_given, texts_to_encode
-from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
+from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, TurnWriter, empty_blocks
 from gpuload.kinds.training_engine import why_by_row
@@ -298,8 +298,7 @@ class ServedEngine(HostEngine):
         said = np.zeros((len(counts), len(COUNTS)), np.int64)
         for number, which in ((LOST, found.lost), (WITHOUT_THINKING, found.quiet)):
             said[:, number] = np.bincount(conversation, which, len(counts))
-        rows, offsets = Ragged(values, ids.offsets), (found.row_offsets, found.answer_offsets)
-        return stored_rows(rows, found.number, offsets[0], answers, offsets[1], said, found.reasons, kept)
+        return found.stored(Ragged(values, ids.offsets), answers, said, kept)
 
     def _marked(
         self, found: Sequence[TextTurns], first: RowNumbers, rows: pa.LargeStringArray, ids: Ragged

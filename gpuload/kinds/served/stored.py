@@ -10,13 +10,13 @@ where each begins. The header is of the same type as tokens:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, count_in_rows, offsets_of, ranges
+from gpuload.core.arrays import Array, Ragged, RowNumbers, count_in_rows, offsets_of, ranges
 from gpuload.core.marks import IDS, LOSS
 from gpuload.kinds.served.turns import Turn
 
@@ -32,7 +32,8 @@ COUNTS = (
 
 LOST, MERGED, WITHOUT_THINKING, RESAMPLED, REWRITTEN, EMPTY_THINKING = range(len(COUNTS))
 
-_FIXED = 4 + len(COUNTS)
+FIXED = 4 + len(COUNTS)
+"""Of how many numbers the first line of a header is."""
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -102,46 +103,6 @@ class ServedRows:
         return np.concatenate([np.array(header, np.int32), *(ids for ids, _ in self.rows)])
 
 
-def stored_rows(
-    tokens: Ragged,
-    number: RowNumbers,
-    row_offsets: RowNumbers,
-    answers: RowNumbers,
-    answer_offsets: RowNumbers,
-    counts: RowNumbers,
-    reasons: RowNumbers,
-    kept: np.ndarray[Any, Any],
-) -> Ragged:
-    """What is stored of n conversations.
-
-    Args:
-        tokens: r rows, with their bits.
-        number: (r,) the message that each ends with.
-        row_offsets: (n + 1,) which rows are those of each conversation.
-        answers: (a, 4) row, begin, end and message of each answer.
-        answer_offsets: (n + 1,) which answers are those of each conversation.
-        counts: (n, len(COUNTS)).
-        reasons: (n, 2) the number of a reason, and how many turns of the conversation are not learned for it.
-        kept: (n,) bool; nothing is stored of the others.
-    """
-    rows, learned = np.diff(row_offsets) * kept, np.diff(answer_offsets) * kept
-    said = kept & (reasons[:, 1] > 0)
-    size = (_FIXED + 2 * rows + 4 * learned + 2 * said) * kept
-    offsets = offsets_of(size)
-    header, first = np.zeros(int(offsets[-1]), np.int32), offsets[:-1][kept]
-    for at, values in enumerate((size, rows, learned, said, *counts.T)):
-        header[first + at] = values[kept]
-    for before, count, values in (
-        (_FIXED, 2 * rows, np.stack([tokens.lengths, number], axis=1)[np.repeat(kept, np.diff(row_offsets))]),
-        (_FIXED + 2 * rows, 4 * learned, answers[np.repeat(kept, np.diff(answer_offsets))]),
-        (_FIXED + 2 * rows + 4 * learned, 2 * said, reasons[said]),
-    ):
-        header[ranges(offsets[:-1] + before, count, offsets_of(count))] = values.ravel()
-    lengths = np.diff(tokens.offsets[row_offsets])
-    values = tokens.values if kept.all() else tokens.values[np.repeat(kept, lengths)]
-    return appended(Ragged(header, offsets), Ragged(values, offsets_of(lengths * kept)))
-
-
 @dataclass(frozen=True, eq=False)
 class Headers:
     """What the headers of n conversations say."""
@@ -159,9 +120,9 @@ class Headers:
     def of(cls, stored: Ragged) -> "Headers":
         """Those of conversations in host memory; a row without anything counts as one without rows."""
         values, some = stored.values, stored.lengths > 0
-        fixed = np.zeros((len(stored), _FIXED), np.int64)
-        fixed[some] = values[stored.offsets[:-1][some][:, None] + np.arange(_FIXED)]
-        begin: RowNumbers = stored.offsets[:-1] + _FIXED
+        fixed = np.zeros((len(stored), FIXED), np.int64)
+        fixed[some] = values[stored.offsets[:-1][some][:, None] + np.arange(FIXED)]
+        begin: RowNumbers = stored.offsets[:-1] + FIXED
         found: list[RowNumbers] = []
         for column, width in ((1, 2), (2, 4), (3, 2)):
             count = fixed[:, column]
@@ -172,19 +133,6 @@ class Headers:
         rows, row_offsets, answers, answer_offsets, reasons, reason_offsets = found
         sizes, counts = fixed[:, 0], fixed[:, 4:]
         return cls(sizes, rows, row_offsets, answers, answer_offsets, reasons, reason_offsets, counts)
-
-    @classmethod
-    def joined(cls, parts: Iterable["Headers"]) -> "Headers":
-        """Those of several parts, one after the other."""
-        some = list(parts)
-        made = {}
-        for name in cls.__dataclass_fields__:
-            values = [getattr(each, name) for each in some]
-            if name.endswith("_offsets"):
-                made[name] = offsets_of(np.concatenate([np.zeros(0, np.int64), *map(np.diff, values)]))
-            else:
-                made[name] = np.concatenate(values)
-        return cls(**made)
 
     @property
     def begin(self) -> RowNumbers:
@@ -199,6 +147,14 @@ class Headers:
     def conversation(self) -> RowNumbers:
         """(r,) of which conversation each row is."""
         return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))
+
+
+def headers_only(stored: Ragged) -> Ragged:
+    """The headers of conversations, without their rows."""
+    size, some = np.zeros(len(stored), np.int64), stored.lengths > 0
+    size[some] = stored.values[stored.offsets[:-1][some]]
+    offsets = offsets_of(size)
+    return Ragged(stored.values[ranges(stored.offsets[:-1], size, offsets)], offsets)
 
 
 def served_sizes(stored: Ragged) -> Array:
