@@ -174,7 +174,8 @@ def _write(
 ) -> dict[str, dict[str, Any]]:
     readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
     schemas = {name: features_of(reader.schema, datasets).arrow_schema for name, reader in readers.items()}
-    digests = {name: _digest(dataset.fingerprint, options) for name, dataset in splits.items()}
+    made_of = {name: json.dumps((split.fingerprint, options)).encode() for name, split in splits.items()}
+    digests = {name: hashlib.blake2b(each, digest_size=8).hexdigest() for name, each in made_of.items()}
     _save_empty(schemas, digests, made, datasets)
     about = {}
     for name, reader in readers.items():
@@ -215,10 +216,6 @@ def _about(dataset: ChatDataset | PairDataset, rows: int) -> dict[str, Any]:
 def _bar(name: str, progress: bool | None) -> Any:
     disable = None if progress is None else not progress  # None: unless standard error is a terminal
     return tqdm(desc=f"writing {name}", unit=" rows", unit_scale=True, disable=disable, leave=False)
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
 def features_of(schema: pa.Schema, datasets: Any) -> Any:

@@ -157,11 +157,10 @@ def test_the_report_has_a_speed_from_a_second_of_work_on() -> None:
     assert shown().splitlines()[0] == "a: 3,000 rows read, 0 kept, 3,000 dropped"
 
 
-@pytest.mark.parametrize("command", ["prepare_files", "inspect_files"])
+@pytest.mark.parametrize("command", ["prepare", "inspect"])
 def test_the_total_of_a_command_has_the_time_of_opening(
-    command: str, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: str, qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from gpuload.cli import inspect, prepare
     from gpuload.inspect import data
 
     def slowly(*given: Any) -> Any:
@@ -172,10 +171,9 @@ def test_the_total_of_a_command_has_the_time_of_opening(
     monkeypatch.setattr(data, "open_all", slowly)
     monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Report, "warning", lambda self: reports.append(self))
-    run = prepare.prepare_files if command == "prepare_files" else inspect.inspect_files
     file = tmp_path / "prompts.parquet"
     pq.write_table(pa.table({"prompt": [user(f"What is {k}?") for k in range(9)]}), file)
-    run([str(file)], qwen)
+    assert main([command, str(file), "--tokenizer", qwen_folder]) == 0
     (found,) = reports
     assert 0.5 <= found.seconds["open"] <= found.seconds["total"]
 

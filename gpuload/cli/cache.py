@@ -1,5 +1,6 @@
 """`gpuload cache`: what is in the token cache, and in stores on disk."""
 
+import argparse
 import os
 import shutil
 import time
@@ -19,11 +20,19 @@ from gpuload.core.words import counted
 from gpuload.dataset.report import megabytes
 
 
-def list_cache(cache_dir: str | None = None) -> None:
-    """Prints the files whose tokens are cached, or which have a store on disk, most recently used first."""
-    for number, directory in enumerate(_directories(cache_dir)):
-        print(end="\n" * (number > 0))
-        _list(directory)
+def run(given: argparse.Namespace) -> int:
+    """Prints the files whose tokens are cached, or which have a store on disk, most recently used first; or removes
+    all of them."""
+    for number, directory in enumerate(_directories(given.cache_dir)):
+        if given.clear:
+            entries, nbytes = clear(directory)
+            print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")
+        else:
+            print(end="\n" * (number > 0))
+            _list(directory)
+    if given.clear:
+        shutil.rmtree(digests_directory(given.cache_dir), ignore_errors=True)
+    return 0
 
 
 def _directories(cache_dir: str | None) -> list[Path]:
@@ -44,11 +53,3 @@ def _list(directory: Path) -> None:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.last_use))
         name = file.source or "(damaged: it is made again when it is needed)"
         print(f"{used:16}  {megabytes(file.nbytes):>12}  {file.rows:>12,}  {file.what:7}  {printable(name)}")
-
-
-def clear_cache(cache_dir: str | None = None) -> None:
-    """Removes all cached tokens and stores."""
-    for directory in _directories(cache_dir):
-        entries, nbytes = clear(directory)
-        print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")
-    shutil.rmtree(digests_directory(cache_dir), ignore_errors=True)

@@ -1,59 +1,52 @@
 """`gpuload check`: what would spoil a training run, as text, as JSON and as a page."""
 
+import argparse
 import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from gpuload._version import __version__
+from gpuload.cli.arguments import rows_of, served_of
 from gpuload.cli.inspect import check_page, write_page
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import Finding
 from gpuload.inspect.checks.lines import kept_by, lines_for
-from gpuload.inspect.checks.page import page_of_findings, some_rows, verdict
 from gpuload.inspect.checks.run import Checked, CheckedTrainer, checked
+from gpuload.inspect.page import clipped, template
 
 _COLORS = {"error": 31, "warning": 33, "info": 36, "ok": 32}
 _WIDEST, _ROWS = 100, 8
+_ROWS_OF_PAGE = 20
 
 
-def check_files(
-    files: Sequence[str],
-    tokenizer: Any,
-    *,
-    trainer: CheckedTrainer | None = None,
-    limit: int | None = None,
-    as_json: bool = False,
-    html: str | None = None,
-    **options: Any,
-) -> int:
-    """Prints what was found, `as_json` as a list of findings, and may also write a page. Other options are those of
-    `gpuload.check`.
-
-    Returns:
-        The exit status: 1 if there are errors.
-    """
-    if html:  # errors come before the work
-        check_page(Path(html))
-    found = checked(list(files), tokenizer, trainer=trainer, limit=limit, **options)
-    if as_json:
+def run(given: argparse.Namespace) -> int:
+    """Prints what was found, or as JSON a list of findings, and may also write a page. Returns the exit status: 1 if
+    there are errors."""
+    if not given.files:
+        given.parser.error("no files given")
+    options = rows_of(given) | served_of(given)
+    if given.html:  # errors come before the work
+        check_page(Path(given.html))
+    for name in ("against", "trainer", "limit", "overlong"):
+        options[name] = getattr(given, name)
+    found = checked(given.files, given.tokenizer, **options)
+    if given.as_json:
         print(json.dumps([each.to_dict() for each in found.findings], indent=2))
     else:
         width = min(shutil.get_terminal_size().columns, _WIDEST)
-        print(findings_as_text(found, trainer, limit, width, uses_color(sys.stdout)))
-    if html:
-        write_page(html, page_of_findings(found, trainer, limit))
-        print(printable(f"wrote {html}"), file=sys.stderr if as_json else sys.stdout)
+        print(findings_as_text(found, given.trainer, given.limit, width, uses_color(sys.stdout)))
+    if given.html:
+        write_page(given.html, page_of_findings(found, given.trainer, given.limit))
+        print(printable(f"wrote {given.html}"), file=sys.stderr if given.as_json else sys.stdout)
     return int(any(each.level == "error" for each in found.findings))
 
 
-def findings_as_text(
-    found: Checked, trainer: CheckedTrainer | None, limit: int | None, width: int, color: bool = False
-) -> str:
+def findings_as_text(found: Checked, trainer: CheckedTrainer | None, limit: int | None, width: int, color: bool) -> str:
     """What is printed. Only lines to paste may be longer than `width`."""
 
     def colored(text: str, level: str) -> str:
@@ -85,3 +78,29 @@ def _wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
     return textwrap.wrap(
         printable(text.replace("\n", " ")), width, initial_indent=indent, subsequent_indent=indent or "  "
     )
+
+
+def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> str:
+    """The HTML page, which loads nothing."""
+    return template("gpuload.inspect.checks", some_rows).render(
+        found=found,
+        version=__version__,
+        title=", ".join(map(clipped, found.files[:3])) + (" …" if len(found.files) > 3 else ""),
+        tokenizer=clipped(found.tokenizer.rstrip("/").rpartition("/")[2]),
+        verdict=verdict(found),
+        trainer=trainer or "Python",
+        kept=kept_by(found, trainer, limit),
+        lines="\n".join(lines_for(found, trainer, limit)),
+    )
+
+
+def verdict(found: Checked) -> str:
+    """How many errors and warnings there are, in words."""
+    counts = {level: sum(each.level == level for each in found.findings) for level in ("error", "warning")}
+    words = [f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    return " and ".join(words) or "nothing to worry about"
+
+
+def some_rows(rows: Sequence[int], most: int = _ROWS_OF_PAGE) -> str:
+    """The numbers of the first rows of a finding."""
+    return ", ".join(map(str, rows[:most])) + (", …" if len(rows) > most else "")

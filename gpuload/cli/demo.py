@@ -1,5 +1,6 @@
 """`gpuload demo`: loads real prompts next to the row-by-row baseline, and compares every token."""
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ assert prompts.report.from_cache == [file], "the token cache was not used"
 """
 
 
-def demo() -> int:
+def run(_: argparse.Namespace) -> int:
     """Loads the shipped prompts, shows one batch, does the same with the baseline, and compares every token.
 
     Returns:

@@ -1,11 +1,11 @@
 """`gpuload diff`: what another tokenizer or template makes of the same rows."""
 
+import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
+from gpuload.cli.arguments import rows_of, template_kwargs
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.errors import GpuloadError, OptionError
@@ -19,31 +19,29 @@ _COLORS = {"removed": 31, "added": 32}
 _WIDEST = 120
 
 
-def diff_files(
-    files: Sequence[str],
-    tokenizer: Any,
-    against: Any,
-    *,
-    options: Mapping[str, Any],
-    against_options: Mapping[str, Any],
-    most: int = 5,
-    as_json: bool = False,
-) -> int:
-    """Prints how the tokens of rows change, or `as_json` counts and numbers of rows. The options of both sides are
-    those of `open_data`; `most` changed rows are shown.
-
-    Returns:
-        The exit status: 1 if a row changes.
-    """
-    if most < 0:
-        raise OptionError(f"--rows {most}: expected an integer >= 0")
-    job = open_data(list(files), tokenizer, **options)
+def run(given: argparse.Namespace) -> int:
+    """Prints how the tokens of rows change, or as JSON counts and numbers of rows. Returns the exit status: 1 if a row
+    changes."""
+    template, kwargs = given.against_template, given.against_template_kwargs
+    if not given.files:
+        given.parser.error("no files given")
+    if given.against_tokenizer is None and template is None and kwargs is None:
+        given.parser.error("pass --against-tokenizer, --against-template or --against-template-kwargs")
+    if given.no_template and (template or kwargs):
+        given.parser.error("--no-template excludes --against-template and --against-template-kwargs")
+    ours = rows_of(given)
+    theirs = ours | ({} if template is None else {"chat_template": template})
+    if kwargs is not None:
+        theirs["apply_chat_template_kwargs"] = template_kwargs(kwargs, "--against-template-kwargs")
+    if given.rows < 0:
+        raise OptionError(f"--rows {given.rows}: expected an integer >= 0")
+    job = open_data(given.files, given.tokenizer, **ours)
     try:
-        other = open_data(list(files), against, **against_options)
+        other = open_data(given.files, given.against_tokenizer or given.tokenizer, **theirs)
     except GpuloadError as error:  # the same option has another name on this side
         raise type(error)(str(error).replace("chat_template=", "against_template=")) from error
-    found = difference(job, other, 0 if as_json else most)
-    if as_json:
+    found = difference(job, other, 0 if given.as_json else given.rows)
+    if given.as_json:
         print(json.dumps(found.to_dict()))
     else:
         width = min(shutil.get_terminal_size().columns, _WIDEST)

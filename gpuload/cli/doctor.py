@@ -1,63 +1,52 @@
 """`gpuload doctor`: versions, GPUs, and a test of each engine."""
 
-import importlib.metadata
+import argparse
 import importlib.util
 import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 
 from gpuload._version import __version__
-
-_PACKAGES = (
-    "torch transformers tokenizers gigatoken pyarrow awkward msgspec numpy fsspec datasets cudf cupy pylibcudf rmm verl"
-).split()
-# Packages whose distributions are named after the CUDA version they are built for.
-_DISTRIBUTIONS = {name: (f"{name}-cu13", f"{name}-cu12") for name in ("cudf", "pylibcudf", "rmm")}
-_DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
+from gpuload.cli.machine import PACKAGES, nvidia_smi, version_of
 
 
-def diagnose(require: str | None = None, quick: bool = False) -> int:
+def run(given: argparse.Namespace) -> int:
     """Prints what this machine has, and tests its engines; the GPU's initializes CUDA and compiles kernels.
 
-    Only a required engine, "cpu" or "cuda", is tested; `quick` tests none, and imports neither torch nor transformers.
-
-    Returns:
-        0, or 1 if the required engine does not work.
+    Only a required engine, "cpu" or "cuda", is tested. With --quick, none is, and neither torch nor transformers is
+    imported; with --gpu and --replay, see `ladder.run`. Returns 0, or 1 if what was asked for does not work.
     """
+    if given.quick and (given.require or given.gpu is not None or given.replay):
+        given.parser.error("--quick tests nothing: use it alone")
+    if (given.dump and given.gpu is None) or (given.kernel and not given.dump):
+        given.parser.error("--dump needs --gpu, and --kernel needs --dump")
+    if given.replay and given.gpu is not None:
+        given.parser.error("--replay needs no GPU: use it without --gpu")
+    if given.gpu is not None and given.gpu < 0:
+        given.parser.error(f"--gpu {given.gpu}: expected the number of a GPU, 0 or more")
+    if given.gpu is not None or given.replay:
+        from gpuload.cli import ladder
+
+        return ladder.run(given)
     _print(
         f"gpuload {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores",
         "",
         "packages",
-        *(f"  {name:13} {_version(name) or 'not installed'}" for name in _PACKAGES),
+        *(f"  {name:13} {version_of(name) or 'not installed'}" for name in PACKAGES),
         "",
         "GPU",
         *(f"  {name:13} {value}" for name, value in _gpu()),
     )
-    if quick:
+    if given.quick:
         return 0
     _print("", "engines, tested on the shipped prompts")
-    works = [_works(engine) for engine in ("cpu", "cuda") if require in (None, engine)]
-    return 0 if require is None or all(works) else 1
+    works = [_works(engine) for engine in ("cpu", "cuda") if given.require in (None, engine)]
+    return 0 if given.require is None or all(works) else 1
 
 
 def _print(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
-
-
-def versions() -> dict[str, str]:
-    """The installed packages that matter, with their versions."""
-    return {name: version for name in _PACKAGES if (version := _version(name))}
-
-
-def _version(package: str) -> str | None:
-    for name in (package, *_DISTRIBUTIONS.get(package, ())):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _works(engine: str) -> bool:
@@ -99,12 +88,3 @@ def _torch_cuda() -> str:
         return "torch is not installed"
     built = re.search(r"^cuda[^=]*= *'([^']+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
     return f"torch is built for {built[1]}" if built else "torch is built without CUDA"
-
-
-def nvidia_smi(*arguments: str) -> str:
-    """What the program prints; nothing if it is missing or fails."""
-    try:
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

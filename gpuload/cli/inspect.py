@@ -1,11 +1,12 @@
 """`gpuload inspect`: what a dataset contains, and how long its rows are in tokens."""
 
+import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from gpuload.cli.arguments import data_of, served_of
 from gpuload.cli.output import printable
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
@@ -15,7 +16,7 @@ from gpuload.inspect.data import open_data, single_groups
 from gpuload.inspect.page import page_of
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
-from gpuload.pipeline.run import run
+from gpuload.pipeline.run import run as run_job
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
@@ -24,46 +25,44 @@ from gpuload.template.program import TEXT
 _COMMON_ROLES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 
 
-def inspect_files(
-    files: Sequence[str], tokenizer: Any, *, html: str | None = None, limit: int | None = None, **options: Any
-) -> None:
+def run(given: argparse.Namespace) -> int:
     """Prints rows, columns and types, lengths, and how many rows each limit keeps; of chats also tokens per role and
-    with loss, and how they fill packs.
+    with loss, and how they fill packs. Or the compiled template; or tokens of images.
 
-    With `html`, also writes a page with plots and some rows to that file; with a limit, lists the rows that it would
-    drop. Other options are those of `open_data`.
-
-    Raises:
-        OptionError: the page cannot be written there.
+    With --html, also writes a page with plots and some rows; with --limit, lists the rows that it would drop.
     """
-    _check_limit(limit)
-    if html:  # errors come before the work
-        check_page(Path(html))
-    job = open_data(list(files), tokenizer, **options)
-    dataset = run(job)
+    files, error = given.files, given.parser.error
+    if given.template:
+        if given.no_template:
+            error("--template and --no-template exclude each other")
+        _print_template(files, given.tokenizer, given.prompt_key, given.chat_template or "default")
+        return 0
+    if not files:
+        error("no files given")
+    if given.images and served_of(given):
+        error("--images looks at prompts: without the options for rows as served")
+    if given.images and (given.html or given.no_template):
+        error("--html and --no-template are not for --images")
+    options = {"max_samples": given.max_samples, **data_of(given)}
+    if given.limit is not None and given.limit < 1:
+        raise OptionError(f"--limit {given.limit}: expected an integer > 0")
+    if given.images:
+        from gpuload.inspect.images import images_text, load_with_images  # only for processors
+
+        found = load_with_images(files, given.tokenizer, given.images, options.pop("kind"), **options)
+        print(printable(images_text(found, given.limit)))
+        return 0
+    if given.html:  # errors come before the work
+        check_page(Path(given.html))
+    job = open_data(files, given.tokenizer, **options, **served_of(given))
+    dataset = run_job(job)
     dataset.report.notes += single_groups(job.sources)
-    found = statistics_of(job, dataset, html is not None, limit)
-    print(printable(as_text(found, limit)))
-    if html:
-        write_page(html, page_of(found, job.reference.name))
-        print(printable(f"\nwrote {html}"))
-
-
-def inspect_images(
-    files: Sequence[str], processor: Any, key: str, limit: int | None, max_samples: int = -1, **options: Any
-) -> None:
-    """Prints tokens of images, which are in column `key`, and of text, and how many rows each limit keeps with smaller
-    images, also a limit of the caller. Options are those of `open_data`."""
-    from gpuload.inspect.images import images_text, load_with_images  # only for processors
-
-    _check_limit(limit)
-    found = load_with_images(files, processor, key, options.pop("kind", None), max_samples=max_samples, **options)
-    print(printable(images_text(found, limit)))
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise OptionError(f"--limit {limit}: expected an integer > 0")
+    statistics = statistics_of(job, dataset, given.html is not None, given.limit)
+    print(printable(as_text(statistics, given.limit)))
+    if given.html:
+        write_page(given.html, page_of(statistics, job.reference.name))
+        print(printable(f"\nwrote {given.html}"))
+    return 0
 
 
 def check_page(page: Path) -> None:
@@ -82,9 +81,7 @@ def write_page(html: str, page: str) -> None:
         raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
 
 
-def inspect_template(
-    files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt", chat_template: str = "default"
-) -> None:
+def _print_template(files: Sequence[str], tokenizer: str, prompt_key: str, chat_template: str) -> None:
     """Prints the compiled chat template: what a prompt consists of, for each shape of conversation in the files;
     without files, for common shapes."""
     reference = Reference(tokenizer, chat_template=chat_template)
@@ -95,7 +92,7 @@ def inspect_template(
         print(program)
         return
     rendered = []
-    for source in open_sources(list(files), Options(prompt_key=prompt_key)):
+    for source in open_sources(files, Options(prompt_key=prompt_key)):
         for table in source.batches():
             column = table.column(prompt_key).combine_chunks()
             rendered.append(render_column(column, reference, program))

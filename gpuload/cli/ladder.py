@@ -2,6 +2,7 @@
 step is a process of its own with a limit of time, and the first that fails says what to report.
 """
 
+import argparse
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.cli import launches
-from gpuload.cli.doctor import nvidia_smi, versions
+from gpuload.cli.machine import nvidia_smi, versions
 from gpuload.core.arrays import on_host
 from gpuload.core.errors import MismatchError
 from gpuload.core.files import cache_root
@@ -25,12 +26,12 @@ from gpuload.engines.failures import one_line
 _SIZE = 1 << 20  # bytes, or items, of the data that steps copy
 
 
-def run(number: int | None, step: str | None, directory: Path | None, kernel: str | None, replayed: Path | None) -> int:
+def run(given: argparse.Namespace) -> int:
     """`gpuload doctor` with `--gpu` or `--replay`: the ladder, or what another option asks for. Returns 0, or 1 if
     something is wrong."""
-    if replayed:
-        return 0 if launches.replay(replayed) else 1
-    assert number is not None
+    number, step, directory, kernel = given.gpu, given.gpu_step, given.dump, given.kernel
+    if given.replay:
+        return 0 if launches.replay(given.replay) else 1
     if step == "dump" and directory:
         return run_here(lambda: dump_here(number, directory, kernel))
     if step:
@@ -170,7 +171,7 @@ def check_arrays(xp: Any) -> None:
     flags, floor = few > 25, np.sort(numbers)
     given: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "cumsum": (lambda m, a: m.cumsum(a), (numbers,)),
-        "cumsum into an array": (_cumsum_into, (numbers,)),
+        "cumsum into an array": (lambda m, a: m.cumsum(a, out=m.zeros(len(a) + 1, np.int64)[1:]), (numbers,)),
         "flatnonzero": (lambda m, a: m.flatnonzero(a), (flags,)),
         "unique": (lambda m, a: m.concatenate(m.unique(a, return_index=True, return_inverse=True)), (few,)),
         "searchsorted": (lambda m, a, b: m.searchsorted(a, b, side="right"), (floor, numbers)),
@@ -182,7 +183,7 @@ def check_arrays(xp: Any) -> None:
         "assign": (lambda m, a, b: _assigned(a.copy(), b), (numbers, flags)),
         "unpackbits": (lambda m, a: m.unpackbits(a.astype(np.uint8), bitorder="little"), (few,)),
         "count_nonzero": (lambda m, a: m.asarray(m.count_nonzero(a)), (flags,)),
-        "or in place": (lambda m, a: _marked(a.astype(np.int32)), (numbers,)),
+        "or in place": (lambda m, a: a.astype(np.int32).__ior__(1 << 30), (numbers,)),
         "view": (lambda m, a: a.view(np.uint8), (numbers,)),
         "a slice that is not aligned": (lambda m, a: a.view(np.uint8)[1:-7].copy().view(np.int64) + 1, (numbers,)),
         "repeat": (lambda m, a, b: m.repeat(a, b), (numbers, few)),
@@ -201,12 +202,6 @@ def check_arrays(xp: Any) -> None:
     print(f"{len(given)} functions as in NumPy")
 
 
-def _cumsum_into(m: Any, array: Any) -> Any:
-    made = m.zeros(len(array) + 1, np.int64)
-    m.cumsum(array, out=made[1:])
-    return made
-
-
 def _assigned(array: Any, flags: Any) -> Any:
     array[flags] = -7
     return array
@@ -215,11 +210,6 @@ def _assigned(array: Any, flags: Any) -> Any:
 def _filled(array: Any, like: Any) -> Any:
     array[...], like[...] = 3, 4
     return array + like
-
-
-def _marked(array: Any) -> Any:
-    array |= 1 << 30
-    return array
 
 
 def _compile(number: int) -> None:

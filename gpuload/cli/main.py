@@ -1,27 +1,16 @@
 """The command line: inspect · show · check · diff · prepare · cache · doctor · demo."""
 
 import argparse
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from gpuload._version import __version__
-from gpuload.cli.checking import (
-    TRAINING,
-    add_commands,
-    add_data,
-    add_files,
-    add_served,
-    add_training,
-    data_of,
-    served_of,
-    template_of,
-)
-from gpuload.cli.doctoring import add_doctor
+from gpuload.cli.arguments import add_commands, add_data, add_files, add_served, add_training
 from gpuload.cli.output import arguments_of, as_arguments, discard_output, prepare_output, printable
 from gpuload.core.errors import GpuloadError
-from gpuload.kinds.served.options import OF_SERVED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     usual, warnings.formatwarning = warnings.formatwarning, _warning
     try:
-        status: int = given.run(given)
+        # Commands are imported when they run: `gpuload --help` does not wait for torch.
+        status: int = importlib.import_module(f"gpuload.cli.{given.command}").run(given)
         sys.stdout.flush()
     except GpuloadError as error:
         print(printable(f"gpuload: {as_arguments(str(error), arguments_of(given.parser))}"), file=sys.stderr)
@@ -65,7 +55,7 @@ def _warning(message: Warning | str, category: type[Warning], *_: object, **__: 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `run` of the parsed arguments executes the command."""
+    """The parser of all commands. `run` of the module of its name executes a command."""
     parser = argparse.ArgumentParser(prog="gpuload", description="A GPU-accelerated dataframe loader for prompts.")
     parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -87,14 +77,14 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--images", nargs="?", const="images", metavar="COLUMN", help="count tokens of images, with a processor"
     )
-    inspect.set_defaults(run=_inspect, parser=inspect)
+    inspect.set_defaults(parser=inspect)
 
     show = commands.add_parser("show", help="show one row token by token")
     show.add_argument("file", help="path, glob or URL of a parquet, json or jsonl file")
     show.add_argument("--row", type=int, required=True, metavar="N", help="number of the row; -1 is the last one")
     show.add_argument("--tokenizer", help="path or hub id; without it, the columns of the row are shown")
     add_data(show)
-    show.set_defaults(run=_show, parser=show)
+    show.set_defaults(parser=show)
 
     add_commands(commands)
 
@@ -127,17 +117,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--cache-dir, a directory that all nodes mount or a URL such as s3://bucket/tokens",
     )
     _add_export(prepare)
-    prepare.set_defaults(run=_prepare, parser=prepare)
+    prepare.set_defaults(parser=prepare)
 
     cache = commands.add_parser("cache", help="list the files whose tokens are cached, or remove all cached tokens")
     _add_cache_dir(cache)
     cache.add_argument("--clear", action="store_true", help="remove all cached tokens")
-    cache.set_defaults(run=_cache, parser=cache)
+    cache.set_defaults(parser=cache)
 
-    add_doctor(commands)
+    _add_doctor(commands)
 
     demo = commands.add_parser("demo", help="load the shipped dataset, and compare with tokenizing row by row")
-    demo.set_defaults(run=_demo, parser=demo)
+    demo.set_defaults(parser=demo)
     return parser
 
 
@@ -179,132 +169,30 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "columns", "overwrite")
-
-
-# Commands are imported when they run: `gpuload --help` does not wait for torch.
-
-
-def _inspect(given: argparse.Namespace) -> int:
-    from gpuload.cli.inspect import inspect_files, inspect_images, inspect_template
-
-    if given.template:
-        if given.no_template:
-            given.parser.error("--template and --no-template exclude each other")
-        inspect_template(
-            given.files, given.tokenizer, prompt_key=given.prompt_key, chat_template=given.chat_template or "default"
-        )
-        return 0
-    if not given.files:
-        given.parser.error("no files given")
-    if given.images:
-        if served_of(given):
-            given.parser.error("--images looks at prompts: without the options for rows as served")
-        if given.html or given.no_template:
-            given.parser.error("--html and --no-template are not for --images")
-        inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **data_of(given))
-        return 0
-    more = {"max_samples": given.max_samples, **data_of(given), **served_of(given)}
-    inspect_files(given.files, given.tokenizer, html=given.html, limit=given.limit, **more)
-    return 0
-
-
-def _show(given: argparse.Namespace) -> int:
-    from gpuload.cli.show import show_row
-
-    show_row(given.file, given.row, given.tokenizer, **data_of(given))
-    return 0
-
-
-def _prepare(given: argparse.Namespace) -> int:
-    from gpuload.cli.prepare import prepare_files, prepare_with_ray, template_kwargs
-
-    more = {name: getattr(given, name) for name in _EXPORT_ONLY if hasattr(given, name)}
-    if given.export and given.ray is not None:
-        given.parser.error("--ray is not for --export: read_chats and read_pairs make such rows on a cluster")
-    if given.export and (given.store or given.return_raw_chat):
-        given.parser.error("--store and --return-raw-chat are not for --export, which writes all columns")
-    if given.export:
-        return _export(given, more)
-    if more:
-        name = "for" if "trainer" in more else next(iter(more)).replace("_", "-")
-        given.parser.error(f"--{name} is an argument of --export")
-    if not given.files or not given.tokenizer:
-        given.parser.error("files and --tokenizer are required")
-    options = {
-        "prompt_key": given.prompt_key,
-        "chat_template": template_of(given),
-        "apply_chat_template_kwargs": template_kwargs(given.template_kwargs),
-        "verify": given.verify,
-    }
-    if given.ray is None:
-        options |= {name: getattr(given, name) for name in TRAINING}
-        options |= {"kind": given.kind, "store": given.store or "auto", "return_raw_chat": given.return_raw_chat}
-        prepare_files(given.files, given.tokenizer, cache_dir=given.cache_dir, **options)
-        return 0
-    if given.kind not in (None, "prompts") or any(getattr(given, name) for name in TRAINING):
-        given.parser.error("--ray is for prompts: read_chats and read_pairs make rows to train on")
-    if given.store or given.return_raw_chat:
-        given.parser.error("--store and --return-raw-chat are not for --ray, which stores token ids")
-    if not given.cache_dir:
-        given.parser.error("--ray needs --cache-dir: a directory that all nodes mount, or a URL")
-    prepare_with_ray(given.files, given.tokenizer, given.cache_dir, given.ray or None, **options)
-    return 0
-
-
-def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
-    from gpuload.cli.export import KINDS, export_files
-    from gpuload.cli.prepare import template_kwargs
-
-    kind, directory = given.export
-    if kind not in KINDS:
-        given.parser.error(f"--export {kind}: expected one of {', '.join(KINDS)}")
-    if given.no_template or given.prompt_key != "prompt":
-        given.parser.error("--no-template and --prompt-key are not for --export")
-    trainer = more.get("trainer", "trl")
-    if trainer not in KINDS[kind][2]:
-        given.parser.error(f"--for {trainer}: --export {kind} is for {', '.join(KINDS[kind][2])}")
-    if trainer != "trl" and "columns" in more:
-        given.parser.error(f"--columns is for --for trl: {trainer} reads no other columns")
-    if given.kind is not None:
-        given.parser.error("--as is not for --export, whose KIND says what the files hold")
-    more |= {name: value for name in (*TRAINING, "chat_template") if (value := getattr(given, name))}
-    if kind in ("rm", "dpo") and {"loss_on", "messages_key", *OF_SERVED} & more.keys():
-        given.parser.error("--loss-on, --messages-key and --turns are for sft and packed")
-    splits = {"train": given.files} if given.files else {}
-    for split in more.pop("split", []):
-        name, equals, files = split.partition("=")
-        if not equals or not name or not files:
-            given.parser.error(f"--split {split}: expected NAME=FILES")
-        splits[name] = [*splits.get(name, []), files]
-    if not splits or not given.tokenizer:
-        given.parser.error("files and --tokenizer are required")
-    if "columns" in more:
-        more["columns"] = [name for name in more["columns"].split(",") if name]
-    export_files(
-        kind,
-        directory,
-        splits,
-        given.tokenizer,
-        apply_chat_template_kwargs=template_kwargs(given.template_kwargs),
-        verify=given.verify,
-        cache_dir=given.cache_dir,
-        **more,
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
+    doctor.add_argument(
+        "--require", choices=["cpu", "cuda"], help="test only this engine; exit status 1 if it does not work"
     )
-    return 0
-
-
-def _cache(given: argparse.Namespace) -> int:
-    from gpuload.cli.cache import clear_cache, list_cache
-
-    (clear_cache if given.clear else list_cache)(given.cache_dir)
-    return 0
-
-
-def _demo(given: argparse.Namespace) -> int:
-    from gpuload.cli.demo import demo
-
-    return demo()
+    doctor.add_argument(
+        "--gpu",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="test GPU N (0) step by step instead, each in a process of its own, up to the first that fails",
+    )
+    doctor.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="with --gpu: save the launches of the first wrong answer in a new directory, and repeat them on the host",
+    )
+    doctor.add_argument("--kernel", metavar="NAME", help="with --dump: only launches of this kernel")
+    doctor.add_argument("--replay", type=Path, metavar="DIR", help="repeat saved launches on the host; needs no GPU")
+    doctor.add_argument("--quick", action="store_true", help="show versions and GPUs only, in a second")
+    doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
+    doctor.set_defaults(parser=doctor)
 
 
 if __name__ == "__main__":

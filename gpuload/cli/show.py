@@ -1,5 +1,6 @@
 """`gpuload show`: one row of a dataset, token by token."""
 
+import argparse
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
+from gpuload.cli.arguments import data_of
 from gpuload.cli.output import printable
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS
@@ -27,22 +29,24 @@ _OTHER_ROLE = 33
 _MOST_VALUE = 2000  # characters of a column's value
 
 
-def show_row(file: str, row: int, tokenizer: Any = None, **options: Any) -> None:
-    """Prints a row: its tokens, or its columns if there is no tokenizer. A negative number counts from the end. Options
-    are those of `open_data`."""
-    if tokenizer is None:
-        source, number = find_row([source for source in open_all(file, Options()) if source.num_rows], row)
+def run(given: argparse.Namespace) -> int:
+    """Prints a row: its tokens, or its columns if there is no tokenizer. A negative number counts from the end."""
+    options = data_of(given)
+    if given.tokenizer is None:
+        opened = open_all(given.file, Options())
+        source, number = find_row([source for source in opened if source.num_rows], given.row)
         print(printable(f"{source.name} row {number}"))
         for name, column in zip(source.schema.names, one_row(source.batches(), number).columns, strict=True):
             value = to_python(column.combine_chunks())[0]
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
             print(f"\n{printable(name)}\n{_indented(text)}")
-        return
-    job = open_data(file, tokenizer, **options)
-    source, number = find_row(job.sources, row)
+        return 0
+    job = open_data(given.file, given.tokenizer, **options)
+    source, number = find_row(job.sources, given.row)
     column, ids, dropped = encode_row(job, source, number)
     sequences = _sequences(job, column, ids) if ids else []
     print(in_terminal(SampleRow("", source.name, number, sequences, dropped), uses_color(sys.stdout)))
+    return 0
 
 
 def _sequences(job: Job[Any], column: pa.Array, marked: list[int]) -> list[TokenSequence]:

@@ -8,5 +8,4 @@ served.py      the same for rows as served
 prompts.py     empty prompts, duplicates, and prompts that another file has, too
 run.py         one pass over the data
 lines.py       the lines that configure a trainer
-page.py        the HTML page
 """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -190,6 +190,12 @@ class Finding:
     count: int
     example: str
     remedy: str
+
+    @classmethod
+    def of(cls, check: str, rows: list[int], count: int, total: int, example: str, level: Level | None = None) -> Self:
+        """What a check has found in so many of all rows, by its rule; `level` instead of that of the rule."""
+        rule = RULES[check]
+        return cls(check, level or rule.level(count, total), rows, count, example, rule.remedy)
 
     @property
     def counted(self) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.words import counted
-from gpuload.inspect.checks.findings import RULES, Finding, Level, RowMask
+from gpuload.inspect.checks.findings import Finding, Level, RowMask
 from gpuload.inspect.checks.messages import FlatMessages
 
 
@@ -49,37 +49,32 @@ def over_the_limit(lengths: npt.NDArray[np.int64], limit: int) -> Hit:
 
 
 class Collected:
-    """The rows that checks have found so far. `place` is from `run.places_of`."""
+    """The rows that checks have found so far, in a `total` of so many. `place` is from `run.places_of`."""
 
-    def __init__(self, place: Callable[[int], str]):
-        self._place = place
+    def __init__(self, place: Callable[[int], str], total: int):
+        self._place, self._total = place, total
         self._found: dict[tuple[str, Level | None], tuple[str, list[Any]]] = {}  # the example, and numbers of rows
-        self._notes: list[tuple[str, int, str]] = []
+        self._notes: list[Finding] = []
 
-    def add(self, hit: Hit, first: int) -> None:
+    def add(self, hit: Hit, first: int = 0) -> None:
         """Adds some rows: row 0 of the hit is number `first` over all files."""
         found = np.flatnonzero(hit.rows)
         if not len(found):
             return
         key = (hit.check, hit.level)
         if key not in self._found:
-            row = int(found[0])
-            detail = hit.detail(row)
-            self._found[key] = f"{self._place(row + first)}{f': {detail}' if detail else ''}", []
+            detail = hit.detail(int(found[0]))
+            self._found[key] = f"{self._place(int(found[0]) + first)}{f': {detail}' if detail else ''}", []
         self._found[key][1].append(found + first)
 
     def note(self, check: str, count: int, example: str) -> None:
         """Adds rows whose numbers are not known."""
-        self._notes.append((check, count, example))
+        self._notes.append(Finding.of(check, [], count, self._total, example))
 
-    def findings(self, total: int) -> list[Finding]:
-        """What was found in a `total` of so many rows."""
-        made = [
-            Finding(check, RULES[check].level(count, total), [], count, example, RULES[check].remedy)
-            for check, count, example in self._notes
-        ]
+    def findings(self) -> list[Finding]:
+        """What was found."""
+        made = list(self._notes)
         for (check, level), (example, parts) in self._found.items():
-            rows, rule = np.concatenate(parts).tolist(), RULES[check]
-            level = level or rule.level(len(rows), total)
-            made.append(Finding(check, level, rows, len(rows), example, rule.remedy))
+            rows = np.concatenate(parts).tolist()
+            made.append(Finding.of(check, rows, len(rows), self._total, example, level))
         return made

@@ -116,15 +116,10 @@ def check(
     Raises:
         GpuloadError: As for `load` and `load_chats`, if the files cannot be read at all, or an option is invalid.
     """
-    given: dict[str, Any] = {"kind": kind, "prompt_key": prompt_key, "messages_key": messages_key, "format": format}
-    given |= {
-        "loss_on": loss_on,
-        "drop_nulls": drop_nulls,
-        "normalize_messages": normalize_messages,
-        "turns": turns,
-        **options,
-    }
-    return checked(files, tokenizer, against=against, trainer=trainer, limit=limit, overlong=overlong, **given).findings
+    options |= {"kind": kind, "prompt_key": prompt_key, "messages_key": messages_key, "format": format}
+    options |= {"loss_on": loss_on, "drop_nulls": drop_nulls, "normalize_messages": normalize_messages, "turns": turns}
+    options |= {"against": against, "trainer": trainer, "limit": limit, "overlong": overlong}
+    return checked(files, tokenizer, **options).findings
 
 
 def checked(
@@ -149,19 +144,19 @@ def checked(
     if getattr(job.kind, "as_served", False):
         check_limits(replace(job.options, truncation=SIDES.get(overlong, "error")))
     others = None if against is None else _against(against, job, options)
-    run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
+    run = _Pass(job, trainer, limit, SIDES.get(overlong), grams=others is not None or len(job.sources) > 1)
     run.over_all_rows()
     if len(job.sources) > 1:
-        run.compare(None, run.place)
+        run.add(elsewhere(run.table, None, run.place))
     if others is not None:
-        run.compare(*others)
+        run.add(elsewhere(run.table, *others))
     found = getattr(job.kind, "format", None)
     key = options.get("messages_key") or _COLUMNS.get(found or "", job.options.prompt_key)
     given = {name: options[name] for name in options if name in _own_options(job) and _is_given(name, options[name])}
     if labeled_format(job):  # a load asks for it
         given["format"] = found
     return Checked(
-        in_order([*run.collected.findings(run.total), *_of_groups(job.sources)]),
+        in_order([*run.collected.findings(), *_of_groups(job.sources)]),
         [source.name for source in job.sources],
         run.total,
         job.kind.name,
@@ -207,20 +202,23 @@ def labeled_format(job: Job[Any]) -> tuple[Source, str] | None:
 class _Pass:
     """One pass over the rows of a job."""
 
-    def __init__(self, job: Job[Any], trainer: str | None, limit: int | None, overlong: Overlong, grams: bool):
-        self.job, self._limit, self._side = job, limit, SIDES.get(overlong)
+    def __init__(self, job: Job[Any], trainer: str | None, limit: int | None, side: Truncation | None, grams: bool):
+        self.job, self._limit, self._side = job, limit, side
         self.total = sum(source.num_rows for source in job.sources)
         self.place = places_of(job.sources, short=True)
-        kind = job.kind
-        learned = getattr(kind, "loss_on", None)
-        labeled = labeled_format(job)
+        kind, labeled = job.kind, labeled_format(job)
+        everything = getattr(kind, "loss_on", None) == "all"
         self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
-        self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
-        self._table = PromptTable(kind.name == "prompts", grams)
+        self._tokens = TokenChecks(job.reference, kind.name, everything_learned=everything)
+        self.table = PromptTable(kind.name == "prompts", grams)
         finders = kind.finders(job.options.verify, job.reference, self.total)
         self._verifier = Verifier(job.options.verify, job.reference, self.total, finders)
-        self.collected = Collected(self.place)
+        self.collected = Collected(self.place, self.total)
         self.lengths: list[Any] = []
+
+    def add(self, hits: Iterator[Hit], first: int = 0) -> None:
+        for hit in hits:
+            self.collected.add(hit, first)
 
     def over_all_rows(self) -> None:
         job = self.job
@@ -229,9 +227,8 @@ class _Pass:
         with engine.loading(), job.reference.clock_stopped():
             for number, source in enumerate(job.sources):
                 for rows in self._read(source, first, engine):
-                    for hit in self._hits(rows):
-                        self.collected.add(hit, rows.first)
-                    self._table.add(rows.messages, number, has_media(rows.messages, rows.table))
+                    self.add(self._hits(rows), rows.first)
+                    self.table.add(rows.messages, number, has_media(rows.messages, rows.table))
                 first += source.num_rows
         check_unchanged(job.sources)
         if wrong := self._verifier.check.mismatches:
@@ -239,17 +236,10 @@ class _Pass:
         for finder in self._verifier.finders:
             for note in finder.notes:
                 self.collected.note(finder.check, finder.found, note)
-        for hit in duplicates(self._table, self.place):
-            self.collected.add(hit, 0)
-
-    def compare(self, others: PromptTable | None, place: Callable[[int], str]) -> None:
-        """Looks for prompts that other data has, too, or, if None, another file of these."""
-        for hit in elsewhere(self._table, others, place):
-            self.collected.add(hit, 0)
+        self.add(duplicates(self.table, self.place))
 
     def _read(self, source: Source, first: int, engine: Any) -> Iterator[CheckedRows]:
-        job, key = self.job, self.job.options.prompt_key
-        begin = first
+        job, key, begin = self.job, self.job.options.prompt_key, first
         for table, column in with_prompts(source, key):
             prompts = ArrowPrompts(column)
             text = engine.render(prompts)
@@ -260,18 +250,23 @@ class _Pass:
             for finder in self._verifier.finders:
                 finder.look(source, numbers, prompts, text.sizes)
             sizes = job.kind.sizes(made.ids)
-            as_served = None
+            rows = CheckedRows(
+                first,
+                table,
+                column,
+                texts=[text.text, *text.more],
+                tokens=[made.ids],
+                rejected={**made.rejected, **invalid_rows(without(table, key))},
+                useless=job.kind.useless(sizes, made.ids, job.options),
+                messages=flat_messages(column),
+            )
             if getattr(job.kind, "as_served", False):
-                as_served = served_part(job.reference, first, table, column, text.text, made.ids)
-            rejected = {**made.rejected, **invalid_rows(without(table, key))}
-            useless = job.kind.useless(sizes, made.ids, job.options)
-            texts = [text.text, *text.more] if as_served is None else [as_served.text]
-            messages = flat_messages(column)
-            tokens, equal = [made.ids], None
-            if job.kind.name == "pairs":
-                tokens = [sequence(made.ids, REJECTED), sequence(made.ids, CHOSEN)]
-                equal = PairSizes(*sizes).equal > 0
-            yield CheckedRows(first, table, column, texts, tokens, rejected, useless, messages, equal, served=as_served)
+                served = served_part(job.reference, first, table, column, text.text, made.ids)
+                rows = replace(rows, texts=[served.text], served=served)
+            elif job.kind.name == "pairs":
+                both = [sequence(made.ids, REJECTED), sequence(made.ids, CHOSEN)]
+                rows = replace(rows, tokens=both, equal=PairSizes(*sizes).equal > 0)
+            yield rows
             first += len(column)
 
     def _hits(self, rows: CheckedRows) -> Iterator[Hit]:
@@ -287,29 +282,24 @@ class _Pass:
         self.lengths.append(lengths[kept])
         if self._limit is not None:
             yield over_the_limit(lengths, self._limit)
-            rows, cut = self._cut(rows)
-            if cut is not None:
-                yield cut
+            if self._side is not None:
+                cut = replace(rows, tokens=[each.truncate(self._limit, self._side) for each in rows.tokens])
+                if self.job.kind.name != "prompts":
+                    cut = replace(cut, cut=np.any([each.lengths > self._limit for each in rows.tokens], axis=0))
+                    yield _without_loss(rows, cut, self._limit)
+                rows = cut
         yield from self._texts.of(rows)
         yield from self._tokens.of(rows)
         yield empty_prompts(rows, self.job.kind.name == "prompts")
         if rows.equal is not None:
             yield Hit("equal pairs", rows.equal & (lengths > 0), lambda row: "")
 
-    def _cut(self, rows: CheckedRows) -> tuple[CheckedRows, Hit | None]:
-        """Rows with tokens as they are with the limit, and those of which no token with loss remains."""
-        limit = self._limit
-        assert limit is not None
-        if self._side is None:
-            return rows, None
-        tokens = [each.truncate(limit, self._side) for each in rows.tokens]
-        if self.job.kind.name == "prompts":
-            return replace(rows, tokens=tokens), None
-        cut = np.any([each.lengths > limit for each in rows.tokens], axis=0)
-        both = zip(tokens, rows.tokens, strict=True)
-        lost = np.any([(loss_tokens(one) == 0) & (loss_tokens(all_of) > 0) for one, all_of in both], axis=0)
-        why = f"no token with loss is within the limit of {limit:,}"
-        return replace(rows, tokens=tokens, cut=cut), Hit("no loss", lost, lambda row: why)
+
+def _without_loss(whole: CheckedRows, cut: CheckedRows, limit: int) -> Hit:
+    """Rows of which no token with loss remains within the limit."""
+    both = zip(cut.tokens, whole.tokens, strict=True)
+    lost = np.any([(loss_tokens(one) == 0) & (loss_tokens(all_of) > 0) for one, all_of in both], axis=0)
+    return Hit("no loss", lost, lambda row: f"no token with loss is within the limit of {limit:,}")
 
 
 def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[PromptTable, Callable[[int], str]]:
@@ -340,6 +330,6 @@ def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int],
 
 def _of_groups(sources: Sequence[Source]) -> Iterator[Finding]:
     if found := single_groups(sources):
-        rule = RULES["one row group"]
         example, _, remedy = found[0].partition(": rewrite")
-        yield Finding("one row group", "info", [], len(found), example, f"rewrite{remedy}" if remedy else rule.remedy)
+        made = Finding.of("one row group", [], len(found), len(sources), example)
+        yield replace(made, remedy=f"rewrite{remedy}" if remedy else made.remedy)

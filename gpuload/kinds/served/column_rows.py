@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, appended, offsets_of, ranges
 from gpuload.engines.conversations import TEXTS, Conversations
 from gpuload.engines.host.render import write
 from gpuload.engines.walk import Walk
 from gpuload.kinds.served.decisions import Decision, Family
+from gpuload.kinds.served.stored import FIXED
 from gpuload.kinds.served.turns import REASONING
 from gpuload.template.program import Path
 
@@ -48,6 +49,28 @@ class ColumnTurns:
         _, offsets, data = self.text.buffers()
         bounds = np.frombuffer(offsets, np.int64)[self.row_offsets]
         return pa.LargeStringArray.from_buffers(len(self.numbers), pa.py_buffer(bounds), data)
+
+    def stored(self, rows: Ragged, answers: RowNumbers, counts: RowNumbers, kept: Bools) -> Ragged:
+        """(c,) what is stored of the conversations (`stored.py`), nothing of those that are not `kept`: by the tokens
+        of all rows with their bits, (a, 4) row, begin, end and message of each answer, and (c, len(COUNTS))."""
+        of_rows, of_answers = np.diff(self.row_offsets), np.diff(self.answer_offsets)
+        count, learned = of_rows * kept, of_answers * kept
+        said = kept & (self.reasons[:, 1] > 0)
+        size = (FIXED + 2 * count + 4 * learned + 2 * said) * kept
+        offsets = offsets_of(size)
+        header, first = np.zeros(int(offsets[-1]), np.int32), offsets[:-1][kept]
+        for at, values in enumerate((size, count, learned, said, *counts.T)):
+            header[first + at] = values[kept]
+        ends = np.stack([rows.lengths, self.number], axis=1)[np.repeat(kept, of_rows)]
+        for before, items, values in (
+            (FIXED, 2 * count, ends),
+            (FIXED + 2 * count, 4 * learned, answers[np.repeat(kept, of_answers)]),
+            (FIXED + 2 * count + 4 * learned, 2 * said, self.reasons[said]),
+        ):
+            header[ranges(offsets[:-1] + before, items, offsets_of(items))] = values.ravel()
+        lengths = np.diff(rows.offsets[self.row_offsets])
+        tokens = rows.values if kept.all() else rows.values[np.repeat(kept, lengths)]
+        return appended(Ragged(header, offsets), Ragged(tokens, offsets_of(lengths * kept)))
 
 
 def written(

@@ -9,7 +9,6 @@ Everything else is made row by row (`engine.py`): texts with stop tokens or with
 which the literals do not decide.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
-from gpuload.core.options import LossOn, MissingReasoning
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.shapes import group
 from gpuload.engines.walk import Walk
 from gpuload.kinds.served.column_rows import Bools, ColumnTurns, beginnings, written
 from gpuload.kinds.served.decisions import Decision, Family, Units, decide, family_of, thinks_nothing, units_of
+from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import PROMPT_IDS, TOKEN_IDS
-from gpuload.kinds.served.turns import NO_SWITCH, REASONING, SKIPPED
+from gpuload.kinds.served.turns import NO_SWITCH, REASONING, SKIPPED, TurnWriter
 from gpuload.template.compiler import FEWEST_ROWS, FREE_LEAVES, ChatProgram
 from gpuload.template.program import Operation, Path, Predicate, Ref
 
@@ -34,14 +33,12 @@ from gpuload.template.program import Operation, Path, Predicate, Ref
 class ColumnFinder:
     """Finds such conversations in columns. Several threads may do so at once."""
 
+    reference: ServedReference
+    writer: TurnWriter  # of the reference
     program: ChatProgram  # the template of conversations
     prompting: ChatProgram  # that of prompts
     without: ChatProgram | None  # that of prompts without thinking
-    missing: MissingReasoning
-    loss_on: LossOn  # "assistant", "last" or "last_turn"
-    stops: re.Pattern[str]  # finds stop tokens
     apart: Sequence[str]  # texts with one of these are looked at row by row
-    pairs: Sequence[tuple[str, str]]  # literals that open and close reasoning
     cuts: Sequence[str]  # special tokens in front of which texts may be cut
     # What was decided about some paths or decisions, by their ids; and what has these ids.
     _known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -61,7 +58,8 @@ class ColumnFinder:
         reasoned = _with_text(column, REASONING)[column.first[row] + message]
         usable, quiet, empty = self._thoughtless(column, walks, paths, row, message)
         usable &= ~(quiet & reasoned)
-        learned = ~quiet if self.without is None or self.missing == "skip" else np.ones(len(row), bool)
+        skips = self.reference.missing_reasoning == "skip"
+        learned = ~quiet if self.without is None or skips else np.ones(len(row), bool)
         if (some := np.flatnonzero(quiet & learned)).size and self.without is not None:
             walks.append(Walk(self.without, beginnings(column, row[some], message[some]), paths_only=True))
             paths.append(np.full(len(row), -1))
@@ -76,9 +74,7 @@ class ColumnFinder:
             return None
         some = np.flatnonzero(np.repeat(kept, counts) & learned)
         unlearned = np.add.reduceat(~learned, begins, dtype=np.int64)[kept]
-        reasons = np.stack(
-            [np.full(len(unlearned), SKIPPED if self.missing == "skip" else NO_SWITCH), unlearned], axis=1
-        )
+        reasons = np.stack([np.full(len(unlearned), SKIPPED if skips else NO_SWITCH), unlearned], axis=1)
         families = partial(self._once, self._family)
         return written(column, walks[1], row[some], message[some], decisions, of[some], families, reasons)
 
@@ -107,14 +103,14 @@ class ColumnFinder:
             if each.texts is not None:
                 stops |= column.ops.contains_any(each.texts, self.apart)
         usable[row[stops[at]]] = False
-        if self.loss_on == "last_turn":
+        if self.reference.loss_on == "last_turn":
             asked = np.full(len(column), -1)
             np.maximum.at(asked, row[user], message[user])
             wanted = wanted & (message > asked[row])
         usable[row[wanted & (message == 0)]] = False
         wanted = wanted & usable[row]
         row, message = row[wanted], message[wanted]
-        if self.loss_on == "last" and len(row):
+        if self.reference.loss_on == "last" and len(row):
             last = np.append(np.diff(row) > 0, True)
             row, message = row[last], message[last]
         return row, message
@@ -130,7 +126,7 @@ class ColumnFinder:
         """Answers that can be made here as far as thinking is concerned; those that are behind the prompt without; and
         those in whose thinking block is a text that is empty."""
         usable, quiet, empty = np.ones((3, len(row)), bool) & [[True], [False], [False]]
-        if self.missing == "learn":
+        if self.reference.missing_reasoning == "learn":
             return usable, quiet, empty
         kinds, of = _distinct(*paths)
         for number, (prompt, rendered) in enumerate(kinds):
@@ -153,7 +149,9 @@ class ColumnFinder:
             mentions = np.zeros(len(column.present), bool)
             for each in column.fields:
                 if each.name == "content" and each.texts is not None:
-                    mentions = column.ops.contains_any(each.texts, [literal for pair in self.pairs for literal in pair])
+                    mentions = column.ops.contains_any(
+                        each.texts, [literal for pair in self.writer.pairs for literal in pair]
+                    )
             usable &= ~(quiet & mentions[column.first[row] + message])
         return usable, quiet, empty
 
@@ -170,7 +168,7 @@ class ColumnFinder:
         return tuple(self._segments.setdefault(unit, unit) for unit in units_of(path, empty))
 
     def _thinks_nothing(self, prompt: Path, rendered: Path) -> bool | tuple[Ref, str] | None:
-        return thinks_nothing(self._units(prompt), self._units(rendered), self.pairs)
+        return thinks_nothing(self._units(prompt), self._units(rendered), self.writer.pairs)
 
     def _decided(self, walks: Sequence[Walk], kind: Sequence[int]) -> Decision | None:
         """A turn, by the numbers of its paths, whether it has a prompt without thinking, and an empty text there."""
@@ -182,14 +180,18 @@ class ColumnFinder:
         return decision
 
     def _decide(self, prompt: Path, rendered: Path, _: bool) -> Decision | None:
-        return decide(self._units(prompt), self._units(rendered), self.stops)
+        return decide(self._units(prompt), self._units(rendered), self.writer.stops)
 
     def _decide_quiet(self, prompt: Path, rendered: Path, without: Path, empty: bool) -> Decision | None:
         found = self._once(self._thinks_nothing, prompt, rendered)
         units, quiet = self._units(rendered, found[0] if empty else None), self._units(without)
-        if thinks_nothing(self._units(prompt), units, self.pairs) is not True:
+        if thinks_nothing(self._units(prompt), units, self.writer.pairs) is not True:
             return None
-        return decide(quiet, units, self.stops, True) if thinks_nothing(quiet, units, self.pairs) is False else None
+        return (
+            decide(quiet, units, self.writer.stops, True)
+            if thinks_nothing(quiet, units, self.writer.pairs) is False
+            else None
+        )
 
     def _family(self, *turns: Decision) -> Family:
         return family_of([turn.units for turn in turns], self.cuts)

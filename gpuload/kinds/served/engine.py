@@ -36,12 +36,11 @@ from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.column_rows import ColumnTurns
 from gpuload.kinds.served.columns import ColumnFinder
-from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
 from gpuload.kinds.served.pieces import RowPieces
 from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
-from gpuload.kinds.served.sampled import is_sampled
-from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
+from gpuload.kinds.served.sampled import given_answers, is_sampled, rows_of_given, texts_to_encode
+from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, TurnWriter, empty_blocks
 from gpuload.kinds.training_engine import why_by_row
@@ -170,17 +169,8 @@ class ServedEngine(HostEngine):
         prompting = self._programs.of(self._calls[1])
         without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
-        return ColumnFinder(
-            program=self.program,
-            prompting=prompting,
-            without=without,
-            missing=reference.missing_reasoning,
-            loss_on=loss_on,
-            stops=writer.stops,
-            apart=[*literals, *empty_blocks(writer.pairs)],
-            pairs=writer.pairs,
-            cuts=self._cutting[0],
-        )
+        apart = [*literals, *empty_blocks(writer.pairs)]
+        return ColumnFinder(reference, writer, self.program, prompting, without, apart, self._cutting[0])
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
         """The turns of one conversation. `why_not` grows by why transformers renders it."""
@@ -308,8 +298,7 @@ class ServedEngine(HostEngine):
         said = np.zeros((len(counts), len(COUNTS)), np.int64)
         for number, which in ((LOST, found.lost), (WITHOUT_THINKING, found.quiet)):
             said[:, number] = np.bincount(conversation, which, len(counts))
-        rows, offsets = Ragged(values, ids.offsets), (found.row_offsets, found.answer_offsets)
-        return stored_rows(rows, found.number, offsets[0], answers, offsets[1], said, found.reasons, kept)
+        return found.stored(Ragged(values, ids.offsets), answers, said, kept)
 
     def _marked(
         self, found: Sequence[TextTurns], first: RowNumbers, rows: pa.LargeStringArray, ids: Ragged

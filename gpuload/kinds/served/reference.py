@@ -17,8 +17,7 @@ from gpuload.core.marks import loss_bits
 from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_problem
-from gpuload.kinds.served.spot_checks import holds
-from gpuload.kinds.served.stored import LearnedAnswer, ServedRows, count_answer
+from gpuload.kinds.served.stored import LearnedAnswer, ServedRows, count_answer, holds
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.reference.template_call import TemplateCall

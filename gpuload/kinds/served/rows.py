@@ -12,7 +12,7 @@ from gpuload.core.options import Options
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import TokenStore
-from gpuload.kinds.served.stored import COUNTS, Headers
+from gpuload.kinds.served.stored import COUNTS, Headers, headers_only
 from gpuload.kinds.served.turns import REASONS
 from gpuload.packing.plan import whole_rows
 
@@ -24,7 +24,7 @@ def served_rows(loaded: Loaded) -> Loaded:
 
     Longer rows are dropped, or end behind their last answer that is within the limit.
     """
-    headers = Headers.joined(map(Headers.of, _parts(loaded.tokens)))
+    headers = Headers.of(Ragged.concatenate([headers_only(part) for part in _parts(loaded.tokens)]))
     lengths, turn = headers.rows[:, :2].T
     limit, report = loaded.options.max_prompt_length, loaded.report
     overlong = lengths > limit

@@ -10,14 +10,14 @@ where each begins. The header is of the same type as tokens:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, count_in_rows, offsets_of, ranges
-from gpuload.core.marks import LOSS
+from gpuload.core.arrays import Array, Ragged, RowNumbers, count_in_rows, offsets_of, ranges
+from gpuload.core.marks import IDS, LOSS
 from gpuload.kinds.served.turns import Turn
 
 COUNTS = (
@@ -32,7 +32,8 @@ COUNTS = (
 
 LOST, MERGED, WITHOUT_THINKING, RESAMPLED, REWRITTEN, EMPTY_THINKING = range(len(COUNTS))
 
-_FIXED = 4 + len(COUNTS)
+FIXED = 4 + len(COUNTS)
+"""Of how many numbers the first line of a header is."""
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -102,46 +103,6 @@ class ServedRows:
         return np.concatenate([np.array(header, np.int32), *(ids for ids, _ in self.rows)])
 
 
-def stored_rows(
-    tokens: Ragged,
-    number: RowNumbers,
-    row_offsets: RowNumbers,
-    answers: RowNumbers,
-    answer_offsets: RowNumbers,
-    counts: RowNumbers,
-    reasons: RowNumbers,
-    kept: np.ndarray[Any, Any],
-) -> Ragged:
-    """What is stored of n conversations.
-
-    Args:
-        tokens: r rows, with their bits.
-        number: (r,) the message that each ends with.
-        row_offsets: (n + 1,) which rows are those of each conversation.
-        answers: (a, 4) row, begin, end and message of each answer.
-        answer_offsets: (n + 1,) which answers are those of each conversation.
-        counts: (n, len(COUNTS)).
-        reasons: (n, 2) the number of a reason, and how many turns of the conversation are not learned for it.
-        kept: (n,) bool; nothing is stored of the others.
-    """
-    rows, learned = np.diff(row_offsets) * kept, np.diff(answer_offsets) * kept
-    said = kept & (reasons[:, 1] > 0)
-    size = (_FIXED + 2 * rows + 4 * learned + 2 * said) * kept
-    offsets = offsets_of(size)
-    header, first = np.zeros(int(offsets[-1]), np.int32), offsets[:-1][kept]
-    for at, values in enumerate((size, rows, learned, said, *counts.T)):
-        header[first + at] = values[kept]
-    for before, count, values in (
-        (_FIXED, 2 * rows, np.stack([tokens.lengths, number], axis=1)[np.repeat(kept, np.diff(row_offsets))]),
-        (_FIXED + 2 * rows, 4 * learned, answers[np.repeat(kept, np.diff(answer_offsets))]),
-        (_FIXED + 2 * rows + 4 * learned, 2 * said, reasons[said]),
-    ):
-        header[ranges(offsets[:-1] + before, count, offsets_of(count))] = values.ravel()
-    lengths = np.diff(tokens.offsets[row_offsets])
-    values = tokens.values if kept.all() else tokens.values[np.repeat(kept, lengths)]
-    return appended(Ragged(header, offsets), Ragged(values, offsets_of(lengths * kept)))
-
-
 @dataclass(frozen=True, eq=False)
 class Headers:
     """What the headers of n conversations say."""
@@ -159,9 +120,9 @@ class Headers:
     def of(cls, stored: Ragged) -> "Headers":
         """Those of conversations in host memory; a row without anything counts as one without rows."""
         values, some = stored.values, stored.lengths > 0
-        fixed = np.zeros((len(stored), _FIXED), np.int64)
-        fixed[some] = values[stored.offsets[:-1][some][:, None] + np.arange(_FIXED)]
-        begin: RowNumbers = stored.offsets[:-1] + _FIXED
+        fixed = np.zeros((len(stored), FIXED), np.int64)
+        fixed[some] = values[stored.offsets[:-1][some][:, None] + np.arange(FIXED)]
+        begin: RowNumbers = stored.offsets[:-1] + FIXED
         found: list[RowNumbers] = []
         for column, width in ((1, 2), (2, 4), (3, 2)):
             count = fixed[:, column]
@@ -172,19 +133,6 @@ class Headers:
         rows, row_offsets, answers, answer_offsets, reasons, reason_offsets = found
         sizes, counts = fixed[:, 0], fixed[:, 4:]
         return cls(sizes, rows, row_offsets, answers, answer_offsets, reasons, reason_offsets, counts)
-
-    @classmethod
-    def joined(cls, parts: Iterable["Headers"]) -> "Headers":
-        """Those of several parts, one after the other."""
-        some = list(parts)
-        made = {}
-        for name in cls.__dataclass_fields__:
-            values = [getattr(each, name) for each in some]
-            if name.endswith("_offsets"):
-                made[name] = offsets_of(np.concatenate([np.zeros(0, np.int64), *map(np.diff, values)]))
-            else:
-                made[name] = np.concatenate(values)
-        return cls(**made)
 
     @property
     def begin(self) -> RowNumbers:
@@ -201,6 +149,14 @@ class Headers:
         return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))
 
 
+def headers_only(stored: Ragged) -> Ragged:
+    """The headers of conversations, without their rows."""
+    size, some = np.zeros(len(stored), np.int64), stored.lengths > 0
+    size[some] = stored.values[stored.offsets[:-1][some]]
+    offsets = offsets_of(size)
+    return Ragged(stored.values[ranges(stored.offsets[:-1], size, offsets)], offsets)
+
+
 def served_sizes(stored: Ragged) -> Array:
     """(4, n): what is stored of each conversation, its tokens with loss, those of its shortest row, and its rows."""
     headers = Headers.of(stored)
@@ -211,3 +167,46 @@ def served_sizes(stored: Ragged) -> Array:
         shortest[some] = np.minimum.reduceat(lengths, headers.row_offsets[:-1][some])
     loss = count_in_rows((stored.values & LOSS) != 0, stored.offsets)  # no number in a header is so large
     return np.stack([stored.lengths, loss, shortest, rows])
+
+
+def holds(found: Sequence[int], wanted: Sequence[int], number: int, made: LearnedAnswer | int) -> bool:
+    """Whether a conversation, as it is stored, has an answer as it should be, and rows that are possible at all.
+
+    To make all answers of a conversation by the definition costs their number times its length, and verification has a
+    tenth of a second for a load: of long conversations it would see two or three. So the tokenizer makes one answer.
+
+    Of the messages that are to be learned (`wanted`), the one with this number has the answer `made` by the definition,
+    or a reason why it is not learned. False also where one cannot say so, such as for an answer that shares tokens with
+    loss with another one.
+    """
+    words = np.array(found, np.int32)
+    headers = Headers.of(Ragged(words, np.array([0, len(words)])))
+    ends = headers.size[0] + np.cumsum(headers.rows[:, 0])
+    if not len(ends) or ends[-1] != len(words):
+        return False
+    rows = np.split(words, [headers.size[0], *ends[:-1]])[1:]
+    texts = [(row & IDS).tobytes() for row in rows]
+    places = headers.answers[:, :3].tolist()
+    answers = dict(zip(headers.answers[:, 3].tolist(), places, strict=True))
+    turns = len(places) + int(headers.reasons[:, 1].sum())
+    if len(answers) != len(places) or turns != len(wanted) or not answers.keys() <= set(wanted):
+        return False
+    # Each answer is learned in the first row that begins with it, and nothing else is. No row is needed that another
+    # one begins with.
+    for row, _, end in places:
+        if row != next(k for k, text in enumerate(texts) if text.startswith(texts[row][: 4 * end])):
+            return False
+    for k, (row, number_at_end) in enumerate(zip(rows, headers.rows[:, 1].tolist(), strict=True)):
+        learned = np.zeros(len(row), bool)
+        for of, begin, end in places:
+            learned[begin:end] |= of == k
+        ended = answers.get(number_at_end, (-1, 0, 0))
+        if (ended[0], ended[2]) != (k, len(row)) or ((row & LOSS) != 0)[~learned].any():
+            return False
+        if sum(text.startswith(texts[k]) for text in texts) != 1:
+            return False
+    if isinstance(made, int) or number not in answers:
+        return number not in answers and made in headers.reasons[:, 0].tolist()
+    of, begin, end = answers[number]
+    ids, bits = rows[of][:end] & IDS, rows[of][begin:end] & ~IDS
+    return begin == made.begin and np.array_equal(ids, made.ids) and np.array_equal(bits, made.bits)

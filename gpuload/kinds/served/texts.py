@@ -11,7 +11,7 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.served.column_rows import ColumnTurns
-from gpuload.kinds.served.given import GivenAnswer
+from gpuload.kinds.served.sampled import GivenAnswer
 from gpuload.kinds.served.turns import Turn
 from gpuload.reference.template_call import TemplateCall
 
@@ -29,7 +29,7 @@ class TextTurns:
     # Of each learned turn, its row and what has loss in it, in characters of the answer
     answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
     sampled: Any = None  # the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here
-    given: list[GivenAnswer] | None = None  # its answers then, if they can be made many at once (`given.py`)
+    given: list[GivenAnswer] | None = None  # its answers then, if they can be made many at once
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class ServedText(HostText):
 
     @property
     def sampled_sizes(self) -> np.ndarray[Any, Any]:
-        """Of each conversation the tokenizer makes one answer, which is in one of its rows (`spot_checks.py`)."""
+        """Of each conversation the tokenizer makes one answer, which is in one of its rows (`stored.holds`)."""
         rows = np.ones(len(self), np.int64)
         if self.columns is not None:
             rows[self.columns.numbers] = np.diff(self.columns.row_offsets)

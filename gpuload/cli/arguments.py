@@ -1,8 +1,10 @@
 """The arguments that several commands have, and those of `gpuload check` and `gpuload diff`."""
 
 import argparse
+import json
 from typing import Any
 
+from gpuload.core.errors import OptionError
 from gpuload.kinds.served.options import OF_SERVED
 
 TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
@@ -58,10 +60,19 @@ def data_of(given: argparse.Namespace) -> dict[str, Any]:
 
 def rows_of(given: argparse.Namespace) -> dict[str, Any]:
     """What is said of data to train on, as for `open_data`."""
-    from gpuload.cli.prepare import template_kwargs
-
     more = {"apply_chat_template_kwargs": template_kwargs(given.template_kwargs)}
     return {name: getattr(given, name) for name in TRAINING} | data_of(given) | more
+
+
+def template_kwargs(text: str, argument: str = "--template-kwargs") -> Any:
+    """`apply_chat_template_kwargs` as JSON, given as an argument. An `OptionError` if it is no JSON object."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"{argument} {text!r}: not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise OptionError(f'{argument} {text!r}: expected a JSON object, such as {{"enable_thinking": false}}')
+    return given
 
 
 def template_of(given: argparse.Namespace) -> str | None:
@@ -109,7 +120,7 @@ def add_commands(commands: Any) -> None:
     )
     check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
     check.add_argument("--html", metavar="FILE", help="also write an HTML page")
-    check.set_defaults(run=_check, parser=check)
+    check.set_defaults(parser=check)
 
     diff = commands.add_parser(
         "diff", help="compare what two tokenizers or templates make of the same rows; exit status 1 if rows change"
@@ -124,49 +135,4 @@ def add_commands(commands: Any) -> None:
     )
     diff.add_argument("--rows", type=int, default=5, metavar="N", help="changed rows that are shown (5)")
     diff.add_argument("--json", dest="as_json", action="store_true", help="print counts and numbers of rows as JSON")
-    diff.set_defaults(run=_diff, parser=diff)
-
-
-def _check(given: argparse.Namespace) -> int:
-    from gpuload.cli.check import check_files
-
-    if not given.files:
-        given.parser.error("no files given")
-    names = ("trainer", "against", "limit", "overlong", "as_json", "html")
-    return check_files(
-        given.files,
-        given.tokenizer,
-        **{name: getattr(given, name) for name in names},
-        **rows_of(given),
-        **served_of(given),
-    )
-
-
-def _diff(given: argparse.Namespace) -> int:
-    from gpuload.cli.diff import diff_files
-    from gpuload.cli.prepare import template_kwargs
-
-    others = (given.against_tokenizer, given.against_template, given.against_template_kwargs)
-    if not given.files:
-        given.parser.error("no files given")
-    if all(each is None for each in others):
-        given.parser.error("pass --against-tokenizer, --against-template or --against-template-kwargs")
-    if given.no_template and any(others[1:]):
-        given.parser.error("--no-template excludes --against-template and --against-template-kwargs")
-    ours = rows_of(given)
-    theirs = dict(ours)
-    if given.against_template is not None:
-        theirs["chat_template"] = given.against_template
-    if given.against_template_kwargs is not None:
-        theirs["apply_chat_template_kwargs"] = template_kwargs(
-            given.against_template_kwargs, "--against-template-kwargs"
-        )
-    return diff_files(
-        given.files,
-        given.tokenizer,
-        given.against_tokenizer or given.tokenizer,
-        options=ours,
-        against_options=theirs,
-        most=given.rows,
-        as_json=given.as_json,
-    )
+    diff.set_defaults(parser=diff)
