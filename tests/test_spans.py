@@ -54,7 +54,10 @@ def real(name: str) -> tuple[Reference, TokenSpans]:
 
 
 def made_up(backend: Tokenizer) -> tuple[Reference, TokenSpans]:
-    reference = Reference(PreTrainedTokenizerFast(tokenizer_object=backend), chat_template=None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    if backend.pre_tokenizer is not None:  # transformers 4.57 takes its prefix away
+        tokenizer.backend_tokenizer.pre_tokenizer = backend.pre_tokenizer
+    reference = Reference(tokenizer, chat_template=None)
     return reference, TokenSpans(reference)
 
 
