@@ -210,8 +210,8 @@ UNKNOWN_WITHOUT_TEXT = {"deepseek_r1_distill": 5, "gemma4": 1, "gemma4_v5": 2}
 """How many of 25 random conversations have no mask. All have results of tools without text behind calls, which
 DeepSeek prints without text too, and between which and their contents Gemma prints the results."""
 UNKNOWN_WITH_NONE = {"deepseek_r1_distill": (6, 1), "deepseek-v3": (12, 3)}
-"""The same, and of those with all texts, where transformers shows contents that are None to the template: calls with them
-do not end the turn in DeepSeek's."""
+"""The same, and of those with all texts, where transformers shows contents that are None to the template: calls with
+such contents do not end the turn in DeepSeek's."""
 
 
 def unknown_of(call: TemplateCall, name: str, complete: bool, known: Mapping[str, int]) -> int:
