@@ -201,7 +201,7 @@ verl-env: .venv-verl/installed
 .venv-axolotl/installed: bench/trainers/axolotl-requirements.txt
 	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
 	.venv-axolotl/bin/python -m pip install -q -r bench/trainers/axolotl-requirements.txt
-	.venv-axolotl/bin/python -m pip install -q --no-deps axolotl==0.18.0
+	.venv-axolotl/bin/python -m pip install -q --no-deps axolotl==0.19.0
 	touch $@
 
 # Without the dependencies of both, most of which are for GPUs.

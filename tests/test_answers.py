@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,14 +209,24 @@ def as_parts(messages: Chat) -> Chat:
 UNKNOWN_WITHOUT_TEXT = {"deepseek_r1_distill": 5, "gemma4": 1, "gemma4_v5": 2}
 """How many of 25 random conversations have no mask. All have results of tools without text behind calls, which
 DeepSeek prints without text too, and between which and their contents Gemma prints the results."""
+UNKNOWN_WITH_NONE = {"deepseek_r1_distill": (6, 1), "deepseek-v3": (12, 3)}
+"""The same, and of those with all texts, where transformers shows contents that are None to the template: calls with
+such contents do not end the turn in DeepSeek's."""
+
+
+def unknown_of(call: TemplateCall, name: str, complete: bool, known: Mapping[str, int]) -> int:
+    if not call.changes.drops_none and name in UNKNOWN_WITH_NONE:
+        return UNKNOWN_WITH_NONE[name][complete]
+    return 0 if complete else known.get(name, 0)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_exactly_what_the_assistant_made_has_loss(bos: Any, name: str) -> None:
     for complete in (False, True):
-        masked, dropped = check_marks(call_of(bos, PLAIN[name]), name, 25, complete, name in ONLY_PARTS)
+        call = call_of(bos, PLAIN[name])
+        masked, dropped = check_marks(call, name, 25, complete, name in ONLY_PARTS)
         assert masked > 0
-        assert dropped == (0 if complete else UNKNOWN_WITHOUT_TEXT.get(name, 0))
+        assert dropped == unknown_of(call, name, complete, UNKNOWN_WITHOUT_TEXT)
 
 
 def turns(*texts: str) -> Chat:
@@ -307,7 +317,8 @@ def test_exactly_what_the_assistant_made_has_loss_with_real_tokenizers(name: str
     for complete in (False, True):
         masked, dropped = check_marks(call, name, 60, complete)
         assert masked > 0
-        assert dropped == (9 if name == "deepseek-v3" and not complete else 0)  # as above: results without text
+        # As above: results without text.
+        assert dropped == unknown_of(call, name, complete, {"deepseek-v3": 9})
 
 
 @pytest.mark.parametrize(
@@ -328,7 +339,12 @@ def test_answers_with_tools_are_those_of_trls_training_templates(bos: Any, name:
         except Exception:  # not every template takes every conversation
             continue
         spans = expected.with_call(other).of_text(made.messages, text)
-        found = answers.with_call(one).of_text(made.messages, text)
+        try:
+            found = answers.with_call(one).of_text(made.messages, text)
+        except UnknownAnswersError:
+            assert name in UNKNOWN_WITH_NONE
+            assert not plain.changes.drops_none
+            continue
         assert flags(text, found) == flags(text, spans), (shown(text, found), shown(text, spans))
 
 

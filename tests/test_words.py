@@ -63,7 +63,8 @@ def by_word(encoders: dict[str, Any]) -> dict[str, tuple[Encode, Reference]]:
     """name → what encodes by words, and the reference, for each tokenizer of which it is known how to cut."""
     found = {}
     for name, (_, reference) in encoders.items():
-        if name in KNOWN:
+        digits = "Digits" in repr(reference.backend.pre_tokenizer)  # of SmolLM's, which only transformers 4 keeps
+        if name in KNOWN and not digits:
             found[name] = (encoder_of(reference), reference)
         else:
             with pytest.raises(Exception, match=r"not known|supported|depends|normalized text|no attribute"):

@@ -42,6 +42,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.template.loss_marks import mark_problem, shape_problem, spans_with_loss, weights_of
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
@@ -54,6 +55,14 @@ _BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def has_blocks(template: str) -> bool:
     """Whether a template marks what an assistant generates."""
     return _BLOCK.search(template) is not None
+
+
+UNSEEN = "this version of transformers does not see a {% generation %} block with which a text begins"
+
+
+def first_unseen(before: Sequence[Segment]) -> bool:
+    """Whether transformers may not see a block before which this may be all that is printed."""
+    return mask_rules().ignores_first and not any(isinstance(segment, str) and segment for segment in before)
 
 
 def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling: Collection[int] = ()) -> Path:
@@ -275,6 +284,8 @@ class Answers:
                 return Rejected(rejection(error))
         if path.generated is None:
             return ByReference("the template prints a {% generation %} block elsewhere than where it stands")
+        if path.generated and self.turns is None and first_unseen(path.segments[: path.generated[0][0]]):
+            return ByReference(UNSEEN)
         if self.loss_on == "last":
             path = last_only(path, _last_assistant(roles))
         return path

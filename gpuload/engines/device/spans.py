@@ -75,8 +75,8 @@ class DeviceTokenSpans:
         self._by_host(text, ids, xp.flatnonzero(marked & ~exact) + low)
         kernels.run(
             "mark_answers", kernels.warps(rows), rows, first, answers.start, answers.end, answers.bits, begin,
-            ids_offsets, places, offsets, text.data, table.leading, table.trailing, table.keeps_first, exact,
-            ids.values,
+            ids_offsets, places, offsets, text.data, table.leading, table.trailing, table.keeps_first,
+            self._host.overlapping, exact, ids.values,
         )  # fmt: skip
 
     def _by_host(self, text: DeviceText, ids: Ragged, rows: Array) -> None:

@@ -14,6 +14,7 @@ from gpuload.core.arrays import offsets_of, ranges
 from gpuload.engines.conversations import NULL, TEXTS
 from gpuload.engines.host.texts import Bools, Ints, as_arrow_texts
 from gpuload.engines.walk import Learned, PrintedSegments, Source, Walk
+from gpuload.reference.mask_rules import mask_rules
 from gpuload.template.answers import cuts_between
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.program import Operation, Predicate, Ref
@@ -23,8 +24,9 @@ _BITS, _MOST_LITERALS, _MOST_PIECES = 12, 4000, 5
 """The literals of a gap are one number: so many bits for each of them, at most so many."""
 
 
-def learned_in_blocks(parts: Sequence[PrintedSegments], count: Ints) -> Learned:
-    """From the first text of each generation block to the last of those behind it that are in it."""
+def learned_in_blocks(parts: Sequence[PrintedSegments], count: Ints) -> tuple[Learned, Ints]:
+    """From the first text of each generation block to the last of those behind it that are in it. And the rows that
+    begin with a block, if this version of transformers may not see it."""
     bounds = offsets_of(count)
     more = np.zeros(bounds[-1] + 1, bool)
     rows, first = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -38,8 +40,10 @@ def learned_in_blocks(parts: Sequence[PrintedSegments], count: Ints) -> Learned:
     ends = begins + 1
     while (longer := np.flatnonzero(more[bounds[of_row] + ends])).size:  # as often as the longest block has texts
         ends[longer] += 1
-    nothing = np.zeros(len(of_row), np.int64)
-    return Learned(of_row, begins, nothing, ends, nothing)
+    others = np.unique(of_row[begins == 0]) if mask_rules().ignores_first else of_row[:0]
+    kept = ~np.isin(of_row, others)
+    nothing = np.zeros(np.count_nonzero(kept), np.int64)
+    return Learned(of_row[kept], begins[kept], nothing, ends[kept], nothing), others
 
 
 class _Gaps(NamedTuple):

@@ -114,8 +114,9 @@ class TogetherWalk:
     def _with_answers(self, printed: Printed, turns: Turns | None) -> Printed:
         """The same with what has loss, without the rows of which that is not known."""
         if turns is None:
-            return replace(printed, learned=learned_in_blocks(printed.parts, printed.count))
-        learned, others = learned_in_texts(turns, self._walk, printed.parts, printed.count)
+            learned, others = learned_in_blocks(printed.parts, printed.count)
+        else:
+            learned, others = learned_in_texts(turns, self._walk, printed.parts, printed.count)
         printed.count[others] = 0
         parts = [each.of(printed.count[each.rows] > 0) for each in printed.parts]
         return replace(printed, parts=parts, others=_all([printed.others, others]), learned=learned)

@@ -1,9 +1,12 @@
 """Loss masks: from byte spans of rendered texts to a mask over their tokens, exactly as transformers makes it.
 
-transformers, in `apply_chat_template(..., return_assistant_tokens_mask=True)`, marks for each span of characters the
-tokens from `char_to_token(start)` to `char_to_token(end - 1)`. `char_to_token` is the first token whose offsets contain
-the character, or None: at the end of the text, or where a post-processor trims white space from offsets. What
-transformers does with None, and with token 0, is part of the definition:
+For `apply_chat_template(..., return_assistant_tokens_mask=True)`, transformers 5.24 marks each token whose offsets
+overlap one of the spans of characters: they begin before its end, and end behind its start. An empty span is in the
+token inside of which it is, and a token without characters in the span inside of which it is.
+
+Versions before mark for each span the tokens from `char_to_token(start)` to `char_to_token(end - 1)`. `char_to_token`
+is the first token whose offsets contain the character, or None: at the end of the text, or where a post-processor trims
+white space from offsets. What transformers does with None, and with token 0, is part of the definition:
 
 - a start without a token ends the row: this span and all later ones of the row mark nothing;
 - an end without a token, or in token 0, marks everything from the start to the end of the row.
@@ -16,12 +19,12 @@ search in sums of token lengths, for all rows at once. That is verified row by r
 the text, and its bytes if the tokenizer may have normalized them. All other rows are encoded by the tokenizer itself,
 which knows its offsets.
 
-The rules for None are for templates with `{% generation %}` blocks, as in transformers. With other ones, a row with
-a span whose first or last character has no token, such as a line break that a normalizer drops, has loss in the tokens
+All that is for templates with `{% generation %}` blocks. With other ones the second definition holds, but a row with a
+span whose first or last character has no token, such as a line break that a normalizer drops, has loss in the tokens
 that have characters of its spans.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +40,7 @@ from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself, tokenizer_state
 from gpuload.engines.host.token_search import Numbers, TokenSearch
+from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.reference import Reference
 from gpuload.template.answers import has_blocks
 from gpuload.tokenizer.spec import byte_letters
@@ -56,6 +60,7 @@ class TokenSpans:
         slow: for the report, why the tokenizer encodes every text again for its offsets; None if it encodes only those
             whose tokens do not lie end to end.
         table: the bytes of its tokens, where they lie end to end in most texts; None otherwise.
+        overlapping: whether spans mark what overlaps them, as transformers 5.24 does it.
         kept: whether an earlier load has made the table, with which the entries of ids are then compared.
         encoded_again: how many texts it has encoded again so far.
 
@@ -67,6 +72,7 @@ class TokenSpans:
         self._reference, self._tokenizer = reference, reference.tokenizer
         template = reference.template_text
         self._as_transformers = not template or has_blocks(template)
+        self.overlapping = self._as_transformers and mask_rules().overlapping
         if not getattr(self._encode(["a"]), "encodings", None):
             raise TokenizerError(
                 f"tokenizer {reference.name} has no offsets, which loss masks need, because "
@@ -127,6 +133,8 @@ class TokenSpans:
         if not len(rows):
             return np.zeros(len(ids.values), np.int32)
         self._check(ids)
+        if self.overlapping:
+            return self._bits_of_overlapping(text, ids, rows, start, end, bits)
         first, last = np.full((2, len(rows)), -1, np.int64)
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
@@ -145,6 +153,32 @@ class TokenSpans:
             owner, _ = self.owners(text.take(as_arrow(unclear)), own, *spans)
             tokens = ranges(ids.offsets[unclear], own.lengths, own.offsets)
             marks[tokens] = np.where(owner < 0, 0, bits[of][owner])
+        return marks
+
+    def _bits_of_overlapping(
+        self,
+        text: pa.LargeStringArray,
+        ids: Ragged,
+        rows: Numbers,
+        start: Numbers,
+        end: Numbers,
+        bits: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.int32]:
+        """As `bits`, for all tokens that overlap a span."""
+        marks, fast = np.zeros(len(ids.values), np.int32), np.zeros(len(text), np.bool_)
+        if self._search:
+            fast, first, last = self._search.overlapping(text, ids, rows, start, end)
+            some = np.flatnonzero(fast[rows] & (first <= last))
+            begin, stop = (ids.offsets[rows[some]] + part[some] for part in (first, last + 1))
+            marks = _laid_out(begin, stop, bits[some], len(marks))
+        others = np.unique(rows[~fast[rows]])
+        self.encoded_again += len(others)
+        for row, (begin, stop), _ in self._offsets(text, others):
+            of_row = slice(*np.searchsorted(rows, [row, row + 1]))
+            # As in transformers, a span that ends before some token has no later one.
+            owner = _first_touched(np.maximum.accumulate(begin), stop, start[of_row], end[of_row])
+            tokens = slice(ids.offsets[row], min(ids.offsets[row] + len(owner), ids.offsets[row + 1]))
+            marks[tokens] = np.where(owner < 0, 0, bits[of_row][owner])[: tokens.stop - tokens.start]
         return marks
 
     def beginning(self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, at: Numbers) -> Numbers:
@@ -190,27 +224,34 @@ class TokenSpans:
         known = np.zeros(len(text), np.bool_)
         if self._search:
             known, (begin, stop), (first, last) = self._search.laid(text, ids, rows, start, end)
-            owner = _first_touched(begin, stop, first, last)
+            owner = np.where(begin < stop, _first_touched(begin, stop, first, last), -1)
         others = np.flatnonzero(~known)
         self.encoded_again += len(others)
-        places = np.searchsorted(rows, others), np.searchsorted(rows, others, side="right")
-        for chunk in range(0, len(others), _ROWS):
-            texts = text.take(as_arrow(others[chunk : chunk + _ROWS])).to_pylist()
-            for at, (one, encoding) in enumerate(zip(texts, self._encode(texts).encodings, strict=True), chunk):
-                row, of_row = others[at], slice(places[0][at], places[1][at])
-                tokens = slice(ids.offsets[row], ids.offsets[row + 1])
-                known[row] = encoding.ids == ids.values[tokens].tolist()
-                if known[row]:
-                    # The byte at which each character begins, and the end of the text.
-                    byte = np.flatnonzero((np.frombuffer(f"{one}.".encode(), np.uint8) & 0xC0) != 0x80)
-                    begin, stop = byte[np.array(encoding.offsets, np.int64).reshape(-1, 2)].T
-                    number = _first_touched(begin, stop, start[of_row], end[of_row])
-                    owner[tokens] = np.where(number < 0, -1, number + of_row.start)
+        for row, (begin, stop), own in self._offsets(text, others):
+            of_row = slice(*np.searchsorted(rows, [row, row + 1]))
+            tokens = slice(ids.offsets[row], ids.offsets[row + 1])
+            known[row] = own == ids.values[tokens].tolist()
+            if known[row]:
+                number = np.where(begin < stop, _first_touched(begin, stop, start[of_row], end[of_row]), -1)
+                owner[tokens] = np.where(number < 0, -1, number + of_row.start)
         return np.where(owner < 0, -1, some[owner] if len(some) else -1), known
 
     def _encode(self, texts: list[str]) -> Any:
         """As `apply_chat_template` encodes rendered texts."""
         return self._tokenizer(texts, padding=False, truncation=False, add_special_tokens=False)
+
+    def _offsets(
+        self, text: pa.LargeStringArray, some: Numbers
+    ) -> Iterator[tuple[int, tuple[Numbers, Numbers], list[int]]]:
+        """Numbers of texts → each of them, where its tokens begin and end, in bytes, and their ids."""
+        for at in range(0, len(some), _ROWS):
+            chunk = some[at : at + _ROWS]
+            texts = text.take(as_arrow(chunk)).to_pylist()
+            for row, one, encoding in zip(chunk.tolist(), texts, self._encode(texts).encodings, strict=True):
+                # The byte at which each character begins, and the end of the text.
+                byte = np.flatnonzero((np.frombuffer(f"{one}.".encode(), np.uint8) & 0xC0) != 0x80)
+                begin, stop = byte[np.array(encoding.offsets, np.int64).reshape(-1, 2)].T
+                yield row, (begin, stop), encoding.ids
 
     def _by_offsets(self, text: pa.LargeStringArray, rows: Numbers, at: Numbers) -> Numbers:
         """(q,) texts and bytes in them → (q,) the number of the token of the character there, -1 if it has none."""
@@ -259,17 +300,16 @@ def _state_of(reference: Reference) -> tuple[Any, ...] | None:
 
 
 def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:
-    """The first span of which a token has a byte, -1 if there is none.
+    """The first span that overlaps a token, -1 if there is none.
 
     Args:
         begin, stop: (m,) first byte and end of each token.
-        first, last: (k,) first byte and end of each span; ascending, none of them empty.
+        first, last: (k,) first byte and end of each span; ascending.
     """
     if not len(first):
         return np.full(len(begin), -1, np.int64)
     number = np.searchsorted(last, begin, side="right")  # the first span that ends behind the token's beginning
-    touches = (number < len(first)) & (begin < stop)
-    touches &= first[np.minimum(number, len(first) - 1)] < stop
+    touches = (number < len(first)) & (first[np.minimum(number, len(first) - 1)] < stop)
     return np.where(touches, number, -1)
 
 
@@ -281,7 +321,7 @@ def _mark(
     bits: npt.NDArray[np.int32],
     empty: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int32]:
-    """transformers' loop over spans.
+    """The loop over spans of versions of transformers before 5.24.
 
     Args:
         ids: n rows of ids.
@@ -297,11 +337,17 @@ def _mark(
     # Never into the next row, whatever the ids.
     end = ids.offsets[rows] + np.minimum(np.where(last > 0, last + 1, lengths), lengths)
     marks = (none[1:] == of_row) & ~empty & (begin < end)
-    begin, end, bits = begin[marks], end[marks], bits[marks]
+    return _laid_out(begin[marks], end[marks], bits[marks], len(ids.values))
+
+
+def _laid_out(begin: Numbers, end: Numbers, bits: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
+    """The bits of `count` tokens: those of the first of the (k,) stretches [begin, end) in which it is. Stretches begin
+    in ascending order."""
+    begin, end = begin.copy(), end.copy()
     begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(end)[:-1])  # two spans may share a token
     end = np.maximum(begin, end)
     edges = np.stack([begin, end], axis=1).ravel()
     of_edges = np.zeros(len(edges) + 1, np.int32)
     of_edges[1::2] = bits
-    found: npt.NDArray[np.int32] = np.repeat(of_edges, np.diff(edges, prepend=0, append=len(ids.values)))
+    found: npt.NDArray[np.int32] = np.repeat(of_edges, np.diff(edges, prepend=0, append=count))
     return found

@@ -87,6 +87,41 @@ class TokenSearch:
         found[inside] = np.where(trimmed, -1, number)
         return fast, found
 
+    def overlapping(
+        self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
+    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+        """Finds the tokens that overlap spans.
+
+        Args:
+            text, ids, rows, start, end: as for `laid`.
+
+        Returns:
+            (n,) in which texts the tokens lie end to end, and (k,) the numbers of the first and of the last token that
+            begins, without the spaces that are trimmed, before the end of a span, and ends behind its start; the last
+            one is before the first one if there is none. Only those of these texts are meaningful.
+        """
+        table = self._table
+        data, offsets, at = self._with_spaces(text, np.tile(rows, 2), np.concatenate([start, end]))
+        start, end = np.split(at, 2)
+        fast, sums = self._end_to_end(text, data, offsets, ids)
+        found = np.full((2, len(rows)), -1, np.int64)
+        found[0] = 0
+        inside = np.flatnonzero(fast[rows] & (start < offsets[rows + 1] - offsets[rows]) & (end > 0))
+        before, first_id = sums.before(ids.offsets[:-1])[rows[inside]], ids.offsets[rows[inside]]
+        start, end = start[inside] + before, end[inside] + before
+        for side, byte in enumerate((start, end - 1)):
+            token, begin = sums.token_at(byte)
+            number, entry = token - first_id, ids.values[token]
+            stop = begin + self._lengths[entry]
+            leading = table.leading[entry]
+            if table.keeps_first:
+                leading[(number == 0) & (leading == 1)] = 0
+            begin = np.minimum(begin + leading, stop)
+            stop = np.maximum(stop - table.trailing[entry], begin)
+            outside = (begin >= end) | (stop <= start)
+            found[side, inside] = np.where(outside, number - 1 if side else number + 1, number)
+        return fast, found[0], found[1]
+
     def laid(
         self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
     ) -> tuple[npt.NDArray[np.bool_], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:

@@ -65,20 +65,39 @@ __device__ __forceinline__ i64 token_of(
 // its lanes share the marking.
 //
 // The answers of text r are first[r] to first[r + 1] - 1, in order; they begin at start[i] and end before end[i], in bytes
-// of the text; their tokens get bits[i], and those of two answers the bits of the first. Texts and tokens are as for match_tokens, trimmed spaces as for token_of. The rules are those of
-// engines/host/spans.py: an answer has the tokens from that of its first character to that of its last one. If the first
-// has none, this answer and all later ones of the text have no tokens; if the last has none, or token 0, the answer has all
-// tokens to the end of the text. An answer that ends at byte 0 has none.
+// of the text; their tokens get bits[i], and those of two answers the bits of the first. Texts and tokens are as for
+// match_tokens, trimmed spaces as for token_of. The rules are those of engines/host/spans.py. With `overlapping`, an
+// answer has the tokens that begin before its end and end behind its start, without the spaces that are trimmed.
+// Otherwise it has the tokens from that of its first character to that of its last one. If the first has none, this
+// answer and all later ones of the text have no tokens; if the last has none, or token 0, the answer has all tokens to
+// the end of the text. An answer that ends at byte 0 has none.
 extern "C" __global__ void mark_answers(
     i64 texts, const i64* first, const i64* start, const i64* end, const int* bits, i64 begin, const i64* ids_offsets,
-    const i64* places, const i64* offsets, const u8* data, const int* leading, const int* trailing, int keeps_first, const bool* exact,
-    int* ids)
+    const i64* places, const i64* offsets, const u8* data, const int* leading, const int* trailing, int keeps_first,
+    int overlapping, const bool* exact, int* ids)
 {
     EACH_WARP(text, texts) {
         const i64 size = offsets[text + 1] - offsets[text], count = ids_offsets[text + 1] - ids_offsets[text];
         const i64* place = places + (ids_offsets[text] - begin);
         if (!exact[text] || count == 0) continue;
         int* own = ids + ids_offsets[text];
+        if (overlapping) {
+            for (i64 token = lane; token < count; token += 32) {
+                i64 from = place[token] - place[0], to = place[token + 1] - place[0];
+                const int id = own[token] & IDS, space = leading[id];
+                from += keeps_first && token == 0 && space == 1 ? 0 : space;
+                if (from > to) from = to;
+                to -= trailing[id];
+                if (to < from) to = from;
+                i64 low = first[text], high = first[text + 1];  // the first answer that ends behind `from`
+                while (low < high) {
+                    const i64 middle = (low + high) / 2;
+                    if (end[middle] <= from) low = middle + 1; else high = middle;
+                }
+                if (low < first[text + 1] && start[low] < to) own[token] |= bits[low];
+            }
+            continue;
+        }
         i64 marked = 0;  // all tokens before have been marked, or have no loss
         for (i64 i = first[text]; i < first[text + 1]; i++) {
             if (end[i] == 0) continue;

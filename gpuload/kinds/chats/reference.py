@@ -13,6 +13,7 @@ from gpuload.core.marks import IDS, LOSS, loss_bits
 from gpuload.core.options import LossOn
 from gpuload.kinds.chats.malformed import problem_in
 from gpuload.kinds.training_reference import TrainingReference, messages_in, own_arguments, own_problem
+from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.reference import problem
 from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.loss_marks import mark_problem
@@ -115,7 +116,8 @@ class ChatReference(TrainingReference):
 
     def _messages(self, messages: list[dict[str, Any]], own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text; without blocks,
-        the tokens of answers of which the first or last character has no token are those with one of their characters.
+        as versions before 5.24 do, but the tokens of answers of which the first or last character has no token are
+        those with one of their characters.
         """
         call = self.call_with(own)
         text = call.render(messages)
@@ -124,8 +126,17 @@ class ChatReference(TrainingReference):
         if answers is None:
             return [token | int(LOSS) for token in ids] if self.loss_on == "all" else ids
         spans = answers.with_call(call).of_text(messages, text)
+        blocks = has_blocks(call.text())
+        if blocks and mask_rules().overlapping:
+            ahead = list(spans)
+            for at, (low, high) in enumerate(encoded.encodings[0].offsets):
+                while ahead and ahead[0][1] <= low:
+                    del ahead[0]
+                if ahead and ahead[0][0] < high:
+                    ids[at] |= int(loss_bits(*ahead[0][2:] or [0]))
+            return ids
         places = [(encoded.char_to_token(start), encoded.char_to_token(end - 1)) for start, end, *_ in spans]
-        if any(None in place for place in places) and not has_blocks(call.text()):
+        if any(None in place for place in places) and not blocks:
             for at, (low, high) in enumerate(encoded.encodings[0].offsets):
                 some = [span for span in spans if max(low, span[0]) < min(high, span[1])]
                 ids[at] |= int(loss_bits(*some[0][2:] or [0])) if some else 0

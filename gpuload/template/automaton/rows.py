@@ -24,7 +24,7 @@ from typing import Any
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import READ_BACK, Changes, TemplateCall, describe_error, rejection, without_none
 from gpuload.reference.template_source import vendor_environment
-from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
+from gpuload.template.answers import UNSEEN, Answers, first_unseen, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
 from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
@@ -172,6 +172,8 @@ class RowRenderer:
         if self._answers is None:
             return RenderedRow("".join(out), [])
         text = "".join(out)
+        if self._blocks and blocks and first_unseen(out[: blocks[0]]):
+            raise UnknownAnswersError(UNSEEN)
         if self._blocks and self._answers.loss_on == "assistant":
             return RenderedRow(text, spans_in_bytes(text, blocks_of(out, blocks)))
         known: dict[str, Any] = (
