@@ -50,7 +50,7 @@ _IMAGE = pa.struct(
 PROMPT, JSON = "prompt", "json"
 """The field of a row with its prompt: as it is, or as JSON text."""
 
-JOINED_BYTES = 1 << 25
+JOINED_BYTES = 1 << 26
 """Of rows with the bytes of their images that are worked on together: text has fixed costs for each batch."""
 
 _numbers = itertools.count()
@@ -208,8 +208,7 @@ def problem_of_images(row: Any) -> str | None:
 
 
 def sizes_in(rows: pa.ListArray) -> list[tuple[tuple[int, int], ...]]:
-    """Height and width of the images of each row of a column with lists of them, or nulls; 0 where they are not
-    known."""
+    """Height and width of the images of each row of a column with lists of them; 0 where they are not known."""
     images, ends = rows.flatten(), np.cumsum(as_numpy(fill_null(pc.list_value_length(rows), 0))).tolist()
     flat = list(
         zip(*(as_numpy(fill_null(images.field(name), 0)).tolist() for name in ("height", "width")), strict=True)
