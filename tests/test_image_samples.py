@@ -8,7 +8,10 @@ from image_cases import BUILDERS, encoded, picture
 
 import gpuload
 from gpuload.kinds.images import engine, reference
+from gpuload.kinds.images.messages import as_parts
+from gpuload.kinds.images.prompts import REFERENCE, sizes_in
 from gpuload.media import rule
+from gpuload.sources.types import readable
 
 WITHOUT = {"do_rescale": False, "do_normalize": False, "resample": 0}
 
@@ -126,3 +129,33 @@ def test_processors_of_other_modules_are_compared_in_full(calls: list[dict[str, 
     processor.__class__ = Own
     assert load(processor).report.check.rows == len(calls) >= 2
     assert calls == [{}] * len(calls)
+
+
+def test_sizes_of_rows_are_read_from_their_column() -> None:
+    image = {"height": 3, "width": 5}
+    rows = [[image], None, [], [image, {"height": 7, "width": 9}], [{"height": None, "width": None}], [image]]
+    column = pa.array(rows, pa.list_(REFERENCE))
+    wanted = [((3, 5),), (), (), ((3, 5), (7, 9)), ((0, 0),), ((3, 5),)]
+    assert sizes_in(column) == wanted
+    assert sizes_in(column.slice(2, 3)) == wanted[2:5]
+    assert sizes_in(column.slice(6)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [("a<image>b", ["a", None, "b"]), ("<image><image>", [None, None]), ("", []), ("<image>\n", [None, "\n"])],
+)
+def test_marks_in_texts_are_parts(content: str, wanted: list[str | None]) -> None:
+    ((message),) = as_parts(content, with_images=True)
+    assert message["content"] == [
+        {"type": "image"} if text is None else {"type": "text", "text": text} for text in wanted
+    ]
+
+
+def test_schemas_are_told_apart_when_one_follows_another() -> None:
+    views, plain = pa.schema({"a": pa.string_view()}), pa.schema({"a": pa.string()})
+    named = plain.with_metadata({"huggingface": "{}"})
+    for _ in range(2):
+        assert readable(views).field("a").type == pa.large_string()
+        assert readable(plain).metadata is None
+        assert readable(named).equals(named, check_metadata=True)

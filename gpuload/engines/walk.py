@@ -288,11 +288,9 @@ def _object(row: pa.Array) -> Any:
 
 def _has_control_token(messages: Sequence[Any], searched: Collection[str], control: ControlTokens) -> bool:
     """Whether a text in some messages has the text of a control token; texts of some fields were searched before."""
-    return control.found_in(
-        [
-            value
-            for message in messages
-            for name, value in message.items()
-            if not (name in searched and isinstance(value, str))
-        ]
+    return any(
+        control.found_in(value)
+        for message in messages
+        for name, value in message.items()
+        if not (name in searched and isinstance(value, str))
     )

@@ -45,14 +45,13 @@ class ControlTokens:
     def found_in(self, value: Any) -> bool:
         """Whether any string inside a value contains the text of a control token."""
         waiting = [value]  # not by recursion, which rows that are nested deeply would exceed
-        shortest = len(self.texts[-1]) if self.texts else 0
-        while waiting:
-            part = waiting.pop()
+        shortest, search = len(self.texts[-1]) if self.texts else 0, self.pattern.search
+        for part in waiting:
             if isinstance(part, str):
-                if len(part) >= shortest and self.pattern.search(part):
+                if len(part) >= shortest and search(part):
                     return True
             elif isinstance(part, (dict, list, tuple)):
-                waiting += part.values() if isinstance(part, dict) else part
+                waiting.extend(part.values() if isinstance(part, dict) else part)
         return False
 
     def mark(self, value: Any) -> Any:

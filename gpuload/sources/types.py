@@ -74,8 +74,15 @@ def readable(schema: pa.Schema) -> pa.Schema:
     """The types as which columns are read: those of `without_views`, and JSON for a column with JSON text anywhere in
     its values, such as the arguments of calls: what `datasets.Json` keeps so are objects for everybody who reads its
     rows."""
-    fields = [field.with_type(JSON_TYPE) if _parser(field.type) else field for field in schema]
-    return without_views(pa.schema(fields, schema.metadata))
+    known, made = _last[0]
+    if not schema.equals(known, check_metadata=True):
+        fields = [field.with_type(JSON_TYPE) if _parser(field.type) else field for field in schema]
+        made = without_views(pa.schema(fields, schema.metadata))
+        _last[0] = schema, made
+    return made
+
+
+_last = [(pa.schema([]), pa.schema([]))]  # what was asked for last: the tables of a file have one schema
 
 
 def without_views(schema: pa.Schema) -> pa.Schema:

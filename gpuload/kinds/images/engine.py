@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from gpuload.engines.host.prompts import attempt, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
-from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_of
+from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_in
 from gpuload.kinds.images.reference import ProcessorReference
-from gpuload.media.dry_run import NotUnderstoodError
+from gpuload.media.dry_run import NotUnderstoodError, Size
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
@@ -50,21 +51,21 @@ class ImageText(HostText):
     Attributes:
         rows: as the reference takes them.
         images: what stands for the images of each row, in `text` and in each column of `more`.
+        pixels: (n,) int64, of the images of each row, 0 where they are not known.
         by_itself: rows that the processor must tokenize.
     """
 
     rows: list[Any]
     images: list[list[list[Expansion]]]
+    pixels: np.ndarray[Any, np.dtype[np.int64]]
     by_itself: list[int]
 
     @property
     def sampled_sizes(self) -> np.ndarray[Any, Any]:
         """Without rows whose images have so many pixels that the processor takes seconds, if others have fewer."""
-        counts = [sum(height * width for height, width in sizes_of(row) if height) for row in self.rows]
-        pixels = np.array(counts, np.int64)
-        usable = pixels[(self.sizes >= 0) & (pixels > 0)]
+        usable = self.pixels[(self.sizes >= 0) & (self.pixels > 0)]
         fewest = int(usable.min()) if len(usable) else 0
-        return np.where(pixels > max(_MOST_SAMPLED, fewest), -1, self.sizes)
+        return np.where(self.pixels > max(_MOST_SAMPLED, fewest), -1, self.sizes)
 
 
 class ImageEngine(HostEngine):
@@ -155,9 +156,10 @@ class ImageEngine(HostEngine):
                 rejected[number] = why
             elif number not in rejected:
                 given[number] = self._reference.given(row)
-        parts = []
+        parts, sizes = [], sizes_in(prompts.column.field("images"))
         for numbers, text in self._rendered(given, rejected):
-            parts.append((numbers, self._with_images(text, [rows[number] for number in numbers])))
+            own = [rows[number] for number in numbers], [sizes[number] for number in numbers]
+            parts.append((numbers, self._with_images(text, *own)))
         return MixedText.of(parts)
 
     def _rendered(self, rows: list[Any], rejected: dict[int, str]) -> list[tuple[Sequence[int], HostText]]:
@@ -171,13 +173,14 @@ class ImageEngine(HostEngine):
             return [(range(len(rows)), render_messages(rows, rejected, self.program))]
         return [(range(len(rows)), HostText(text=as_arrow(rows, pa.large_string()), rejected=rejected))]
 
-    def _with_images(self, text: HostText, rows: list[Any]) -> ImageText:
-        """Rendered rows with what stands for their images; rejects rows that the processor would."""
+    def _with_images(self, text: HostText, rows: list[Any], sizes: list[tuple[Size, ...]]) -> ImageText:
+        """Rendered rows with what stands for their images, which have these sizes; rejects rows that the processor
+        would."""
         rule = self._rule
         assert rule is not None
         columns: list[list[Any]] = [each.to_pylist() for each in (text.text, *text.more)]
         texts = columns[0]
-        sizes = [() if one is None else sizes_of(row) for one, row in zip(texts, rows, strict=True)]
+        sizes = [() if one is None else some for one, some in zip(texts, sizes, strict=True)]
         images: list[list[list[Expansion]]] = [[[] for _ in texts] for _ in columns]
         rejected: dict[int, str] = {}
         by_itself: list[int] = []
@@ -217,6 +220,7 @@ class ImageEngine(HostEngine):
             answers=text.answers,
             rows=rows,
             images=images,
+            pixels=np.array([sum(height * width for height, width in some) for some in sizes], np.int64),
             by_itself=by_itself,
             **text.fates(),
         )
@@ -277,7 +281,7 @@ class ImageEngine(HostEngine):
                 cores += [each.core for each in some]
                 seconds += [place + 1 for place, each in zip(of_row, some, strict=True) if _width(each) == 2]
         whole = _replaced(tokens, np.array(places, np.int64), np.array(seconds, np.int64), cores)
-        made = [whole[number] for number in range(len(whole))]
+        made = [whole.values[start:end] for start, end in pairwise(whole.offsets.tolist())]
         for number in wrong:
             made[number] = made[number][:0]
         for number, text in enumerate(texts) if any(both) else ():

@@ -4,7 +4,6 @@ Images are at parts of the content, or at `<image>` in its text. They come from 
 from the column of images.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ MARK = "<image>"
 
 _REFERENCES = ("image", "image_url", "url", "path", "base64", "bytes")
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-_SPLIT = re.compile(f"({re.escape(MARK)})")
 
 
 AS_PARTS = (
@@ -78,8 +76,8 @@ def _message(message: Any, with_images: bool) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None}
     content = made.get("content")
     if isinstance(content, str) and with_images:
-        pieces = [piece for piece in _SPLIT.split(content) if piece]
-        made["content"] = [{"type": "image"} if each == MARK else {"type": "text", "text": each} for each in pieces]
+        parts = [part for text in content.split(MARK) for part in ({"type": "image"}, {"type": "text", "text": text})]
+        made["content"] = [part for part in parts[1:] if part.get("text") != ""]
     elif isinstance(content, list):
         made["content"] = [_part(part) for part in content]
     return made

@@ -4,14 +4,16 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from gpuload.core.arrays import offsets_of
-from gpuload.core.arrow import as_arrow
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.images.messages import images_of
@@ -48,7 +50,7 @@ _IMAGE = pa.struct(
 PROMPT, JSON = "prompt", "json"
 """The field of a row with its prompt: as it is, or as JSON text."""
 
-JOINED_BYTES = 1 << 25
+JOINED_BYTES = 1 << 26
 """Of rows with the bytes of their images that are worked on together: text has fixed costs for each batch."""
 
 _numbers = itertools.count()
@@ -67,7 +69,7 @@ class HeldImages:
     source: str
     number: int = field(default_factory=lambda: next(_numbers))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of images that are in memory."""
         return sum(len(each.data) for each in self.media if each.data is not None)
@@ -205,9 +207,13 @@ def problem_of_images(row: Any) -> str | None:
     return next((image["problem"] for image in row["images"] if image["problem"] is not None), None)
 
 
-def sizes_of(row: Any) -> tuple[tuple[int, int], ...]:
-    """Height and width of the images of such a row."""
-    return tuple((image["height"], image["width"]) for image in row["images"])
+def sizes_in(rows: pa.ListArray) -> list[tuple[tuple[int, int], ...]]:
+    """Height and width of the images of each row of a column with lists of them; 0 where they are not known."""
+    images, ends = rows.flatten(), np.cumsum(as_numpy(fill_null(pc.list_value_length(rows), 0))).tolist()
+    flat = list(
+        zip(*(as_numpy(fill_null(images.field(name), 0)).tolist() for name in ("height", "width")), strict=True)
+    )
+    return [tuple(flat[start:end]) for start, end in itertools.pairwise([0, *ends])]
 
 
 def media_of_row(row: Any) -> list[Media]:
