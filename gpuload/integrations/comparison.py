@@ -59,6 +59,20 @@ def spread(rows: int, count: int) -> RowNumbers:
     return np.unique(np.linspace(0, max(rows - 1, 0), min(count, rows)).astype(np.int64))
 
 
+def of_all_lengths(rows: RowNumbers, lengths: RowNumbers, count: int) -> RowNumbers:
+    """Up to `count` of some rows: the shortest, the longest, and others in between. `lengths` (n,) are those of all."""
+    by_length = rows[np.argsort(lengths[rows], kind="stable")]
+    return by_length[spread(len(rows), count)]
+
+
+def near_and_others(lengths: RowNumbers, limit: int, count: int) -> list[int]:
+    """Up to `count` rows whose lengths (n,) are known, not -1: half of them next to a limit, the others of all
+    lengths."""
+    known = np.flatnonzero(lengths >= 0)
+    near = known[np.argsort(np.abs(lengths[known] - limit), kind="stable")][: count // 2]
+    return list(dict.fromkeys([*near.tolist(), *of_all_lengths(known, lengths, count // 2).tolist()]))
+
+
 def _text_bytes(column: pa.Array) -> RowNumbers:
     """(n,) bytes of text in each row."""
     if is_text(column.type):

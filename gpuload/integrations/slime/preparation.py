@@ -30,7 +30,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.core.words import counted
-from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.comparison import compare, covering_rows, of_all_lengths
 from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
 from gpuload.integrations.messages.cache import RowCache, Rule
@@ -202,8 +202,7 @@ def _unequal(
         return None  # slime tokenizes all rows, at each step
     generator, *_, rollout = stock.values()
     if changed is None:
-        by_length = numbers[np.argsort(made.lengths[numbers], kind="stable")]
-        numbers, masks = by_length[spread(len(numbers), _COMPARED)], generator(tokenizer, args.loss_mask_type)
+        numbers, masks = of_all_lengths(numbers, made.lengths, _COMPARED), generator(tokenizer, args.loss_mask_type)
     else:
         table = samples.columns.table().filter(pa.array(made.lengths > 0))
         numbers = numbers[covering_rows(lambda: [table])[0]]
