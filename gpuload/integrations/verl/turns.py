@@ -116,8 +116,13 @@ class ConversationTokenizer:
         of_message = np.where(turns.opening, number[turns.row], number[n + turns.row])
         messages, prefix = self._messages(turns.alone(), templates, of_message)
         wholes = render(conversations, templates, number[:n])
-        result = self._concatenated(turns, messages, prefix)
-        result.rejected |= rejected
+        # The rule "trim", of verl's `_process_single_message` and `__getitem__`. How many ids verl removes from the
+        # start of each message: the empty user message, if the template needed one, and the system prompt, except from
+        # a row's first message and from system messages.
+        front = prefix + self._system_prompt * (~turns.opening & ~turns.is_role("system"))
+        loss_from = np.where(turns.is_role("assistant"), self._generation_prompt, NO_LOSS)
+        ids = trimmed(self._templates.ids(messages.text), turns, front, loss_from)
+        result = TokenizedConversations(ids, {}, rejected=dict(rejected))
         result.rendering.add_counts(messages)
         result.rendering.add_counts(wholes)
         self._classify_rows(result, turns, messages, wholes)
@@ -158,15 +163,6 @@ class ConversationTokenizer:
             self._after_user[template] = found
             return found
         return None
-
-    def _concatenated(self, turns: MessageTurns, messages: HostText, prefix: RowNumbers) -> TokenizedConversations:
-        """The rule "trim", of verl's `_process_single_message` and `__getitem__`."""
-        # How many ids verl removes from the start of each message: the empty user message, if the template needed one,
-        # and the system prompt, except from a row's first message and from system messages.
-        added = ~turns.opening & ~turns.is_role("system")
-        front = prefix + self._system_prompt * added
-        loss_from = np.where(turns.is_role("assistant"), self._generation_prompt, NO_LOSS)
-        return TokenizedConversations(trimmed(self._templates.ids(messages.text), turns, front, loss_from), {})
 
     def _classify_rows(
         self, result: TokenizedConversations, turns: MessageTurns, messages: HostText, wholes: HostText
