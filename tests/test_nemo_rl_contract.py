@@ -272,7 +272,7 @@ def test_code_that_is_not_known_is_compared(
         f"gpuload: {change}; 5 rows prepared by both are equal: used",
         f"gpuload: {change}; 2 rows prepared by both are equal: used",
     ]
-    monkeypatch.setattr(module, "_SAMPLE", 1)  # a sample of all rows is taken, whatever the usual one has
+    monkeypatch.setattr("gpuload.integrations.comparison._OF_KNOWN_CODE", 1)  # rows of every shape are taken
 
     def changed(row: Any, *given: Any) -> Any:
         return processor(row, *given) | ({"length": 0} if row["messages"][0]["content"] == TEXTS[2] else {})

@@ -19,6 +19,7 @@ from gpuload.pipeline.shapes import shapes_of
 from gpuload.sources.types import is_list, is_text
 
 ROWS = 64
+_OF_KNOWN_CODE = 16  # rows
 
 
 def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers, pa.Table]:
@@ -57,6 +58,28 @@ def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers,
 def spread(rows: int, count: int) -> RowNumbers:
     """Up to `count` row numbers below `rows`, ascending: the first one, the last one, and others at equal distances."""
     return np.unique(np.linspace(0, max(rows - 1, 0), min(count, rows)).astype(np.int64))
+
+
+def of_all_lengths(rows: RowNumbers, lengths: RowNumbers, count: int) -> RowNumbers:
+    """Up to `count` of some rows: the shortest, the longest, and others in between. `lengths` (n,) are those of all."""
+    by_length = rows[np.argsort(lengths[rows], kind="stable")]
+    return by_length[spread(len(rows), count)]
+
+
+def sampled(lengths: RowNumbers, change: str | None, table: Callable[[], pa.Table]) -> RowNumbers:
+    """Which of n rows are compared with a trainer's, ascending: some of all lengths (n,), or of every shape if there is
+    a `change` of its code (`known_code.change`). `table` makes the rows."""
+    if change is None:
+        return np.sort(of_all_lengths(np.arange(len(lengths)), lengths, _OF_KNOWN_CODE))
+    return covering_rows(lambda: [table()])[0]
+
+
+def near_and_others(lengths: RowNumbers, limit: int, count: int) -> list[int]:
+    """Up to `count` rows whose lengths (n,) are known, not -1: half of them next to a limit, the others of all
+    lengths."""
+    known = np.flatnonzero(lengths >= 0)
+    near = known[np.argsort(np.abs(lengths[known] - limit), kind="stable")][: count // 2]
+    return list(dict.fromkeys([*near.tolist(), *of_all_lengths(known, lengths, count // 2).tolist()]))
 
 
 def _text_bytes(column: pa.Array) -> RowNumbers:

@@ -23,6 +23,7 @@ from dataclasses import is_dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,16 +137,11 @@ def _plain(node: Any) -> Any:
 
 def _joined(parts: list[Any]) -> Iterator[Any]:
     """The parts of an f-string. Python 3.12 may cut the text between two values into pieces."""
-    text = ""
-    for part in [*parts, None]:
-        if part is not None and part[0] == "text":
-            text += part[1]
-            continue
-        if text:
+    for is_text, some in groupby(parts, lambda part: part[0] == "text"):
+        if not is_text:
+            yield from some
+        elif text := "".join(part[1] for part in some):
             yield ["text", text]
-        if part is not None:
-            yield part
-        text = ""
 
 
 def _is_docstring(node: Any) -> bool:

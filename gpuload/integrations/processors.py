@@ -25,9 +25,15 @@ def template_of(processor: Any, chat_template: str | None = None) -> str:
     `chat_template` replaces the default one, by a name or its text."""
     if not isinstance(processor, ProcessorMixin):
         return chat_template or "default"
+    return AS_PARTS + (chosen_template(processor, chat_template) or "")
+
+
+def chosen_template(processor: Any, chat_template: str | None) -> str | None:
+    """The template of a processor that `chat_template` is the name of, or this text; its default one for None."""
     own = processor.chat_template
     named = own if isinstance(own, Mapping) else {"default": own}
-    return AS_PARTS + (named.get(chat_template or "default", chat_template) or "")
+    found: str | None = named.get(chat_template or "default", chat_template)
+    return found
 
 
 def processor_change(processor: Any) -> str | None:

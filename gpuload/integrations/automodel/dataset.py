@@ -29,7 +29,7 @@ from gpuload.core.options import Options
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.automodel.contract import KNOWN, NAMES
 from gpuload.integrations.automodel.masks import Chat, marked, table_of
-from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.comparison import compare, sampled
 from gpuload.integrations.core import LOAD_OPTIONS, imported, log_fallback, log_own_rows, release_of, settings_under
 from gpuload.integrations.known_code import change
 from gpuload.integrations.messages.cache import RowCache, Rule, identified
@@ -41,7 +41,6 @@ STOCK, PROBLEM = imported(NAMES)
 OPTIONS = (*LOAD_OPTIONS, "store")  # keys of `dataset.gpuload`, options of `load_chats`
 _OF_LOADS = ("device", "gpu_memory_limit", "verify", "progress")
 
-_SAMPLE = 16
 _TRUNCATED = (True, "longest_first", "only_first")
 _WHOLE = (False, "do_not_truncate")
 _UNPADDED = (False, True, "do_not_pad", "longest")  # a dataset has no batches, so "longest" is the row's own length
@@ -193,12 +192,9 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
         there = np.flatnonzero(made.lengths)
         if not len(there):
             return "no row can be tokenized by columns"
-        if changed is None:
-            lengths = made.lengths[there]
-            sample = np.unique(np.append(spread(len(there), _SAMPLE), [lengths.argmax(), lengths.argmin()]))
-        else:
-            table = table_of([chat for chat in chats if chat.row not in others])
-            sample, _ = covering_rows(lambda: [table])
+        sample = sampled(
+            made.lengths[there], changed, lambda: table_of([chat for chat in chats if chat.row not in others])
+        )
         theirs = super().__getitem__
         return compare(there[sample].tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")
 

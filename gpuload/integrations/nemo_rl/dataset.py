@@ -22,7 +22,7 @@ from nemo_rl.data.datasets.response_datasets import OpenAIFormatDataset, Respons
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.options import NO_LIMIT, Options, plain
-from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.comparison import compare, sampled
 from gpuload.integrations.core import (
     LOAD_OPTIONS,
     check_switches,
@@ -52,8 +52,6 @@ STOCK, PROBLEM = imported(NAMES)
 OPTIONS = (*LOAD_OPTIONS, "store")  # keys of the section `gpuload`, options of `gpuload.load`
 _OF_ROWS = ("token_cache", "token_cache_bytes", "store")  # those for messages of SFT; the others are for prompts
 _MESSAGES = ("add_bos", "add_eos", "add_generation_prompt")
-
-_SAMPLE = 16
 
 _Made = TokenizedPrompts | NemoConversations
 
@@ -200,11 +198,12 @@ class _TokenizedOnce:
         """Which row of a sample differs from NeMo-RL's."""
         changed = change(release_of("nemo_rl", "NeMo-RL"), KNOWN, self.processor)
         numbers = made.numbers.numpy()
-        there = made.tokenized if isinstance(made, NemoConversations) else numbers
-        sample = spread(len(there), _SAMPLE)
-        if changed is not None:
-            table = pa.table({"messages": messages_column([chats[number] for number in there.tolist()])})
-            sample, _ = covering_rows(lambda: [table])
+        there, lengths = numbers, made.ids.lengths
+        if isinstance(made, NemoConversations):
+            there, lengths = made.tokenized, lengths[made.tokenized]
+        sample = sampled(
+            lengths, changed, lambda: pa.table({"messages": messages_column([chats[row] for row in there.tolist()])})
+        )
         place = {number: k for k, number in enumerate(numbers.tolist())}
         tokenizer, process = STOCK["get_tokenizer"](self._tokenizer), self._processor()
         more = vars(self._messages) if self._is_sft else {}
@@ -239,16 +238,7 @@ class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
 class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc]
     """NeMo-RL's `OpenAIFormatDataset`, for SFT. Conversations are tokenized once, by columns.
 
-    Args:
-        data_path, **settings: as for NeMo-RL's class; also `add_bos`, `add_eos` and `add_generation_prompt`, as in the
-            section `data`.
-        tokenizer: the section `policy.tokenizer`.
-        max_input_seq_length: conversations of this many tokens or more are dropped; None keeps them.
-        gpuload: options of `gpuload.load`: `token_cache`, `token_cache_bytes` and `store`.
-
-    Raises:
-        OptionError: an unknown key in `gpuload`, or an invalid value.
-        StoreError: a store on disk is asked for, and there is too little space for it, or it cannot be written.
+    Arguments and errors are those of `NemoPromptDataset` for SFT.
     """
 
     val_dataset = None

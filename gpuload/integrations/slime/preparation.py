@@ -30,7 +30,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.core.words import counted
-from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.comparison import compare, covering_rows, sampled
 from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
 from gpuload.integrations.messages.cache import RowCache, Rule
@@ -201,12 +201,8 @@ def _unequal(
     if not len(numbers):
         return None  # slime tokenizes all rows, at each step
     generator, *_, rollout = stock.values()
-    if changed is None:
-        by_length = numbers[np.argsort(made.lengths[numbers], kind="stable")]
-        numbers, masks = by_length[spread(len(numbers), _COMPARED)], generator(tokenizer, args.loss_mask_type)
-    else:
-        table = samples.columns.table().filter(pa.array(made.lengths > 0))
-        numbers = numbers[covering_rows(lambda: [table])[0]]
+    rows = sampled(made.lengths[numbers], changed, lambda: samples.columns.table().filter(pa.array(made.lengths > 0)))
+    masks: Any = generator(tokenizer, args.loss_mask_type) if changed is None else None
 
     def ours(row: int) -> str:
         (sample,) = samples.take(np.array([row]))
@@ -224,7 +220,7 @@ def _unequal(
         sample.loss_mask, sample.reward = mask[-sample.response_length :], 0
         return repr(sample)
 
-    return compare(numbers.tolist(), ours, theirs, changed, logger=logger, trainer="slime")
+    return compare(numbers[rows].tolist(), ours, theirs, changed, logger=logger, trainer="slime")
 
 
 def _compare(

@@ -72,6 +72,11 @@ def _filled(rows: Ragged, value: int) -> Ragged:
     return Ragged(np.full(len(rows.values), value, np.int32), rows.offsets)
 
 
+def _with_mask(ids: Ragged, fill: int, multiple: int | None) -> Batch:
+    """Rows of ids, and where they are not padding."""
+    return {"input_ids": padded(ids, fill, multiple), "attention_mask": padded(_filled(ids, 1), 0, multiple)}
+
+
 class _Flat:
     """A collator that makes batches of `FlatRows` itself, and others as the class after it."""
 
@@ -160,8 +165,7 @@ class FlatTextsOfVision(_Flat, sft_trainer.DataCollatorForVisionLanguageModeling
         if self.max_length is not None:
             found = [each.truncate(self.max_length, tokenizer.truncation_side) for each in found]
         ids, labels = found
-        made = {"input_ids": padded(ids, tokenizer.pad_token_id, multiple)}
-        made["attention_mask"] = padded(_filled(ids, 1), 0, multiple)
+        made = _with_mask(ids, tokenizer.pad_token_id, multiple)
         made |= {name: torch.zeros_like(made["input_ids"]) for name in ("token_type_ids", "mm_token_type_ids")}
         return made | {"labels": padded(labels, IGNORED, multiple)}
 
@@ -210,11 +214,7 @@ def _sequences(
     if limit is not None:
         ids, mask = ids.truncate(limit, side), mask.truncate(limit, side)
     multiple = collator.pad_to_multiple_of
-    return {
-        "input_ids": padded(ids, collator.pad_token_id, multiple),
-        "attention_mask": padded(_filled(ids, 1), 0, multiple),
-        "completion_mask": padded(mask, 0, multiple),
-    }
+    return _with_mask(ids, collator.pad_token_id, multiple) | {"completion_mask": padded(mask, 0, multiple)}
 
 
 class FlatRM(_Flat, reward_trainer.DataCollatorForPreference):  # type: ignore[misc]
@@ -224,9 +224,7 @@ class FlatRM(_Flat, reward_trainer.DataCollatorForPreference):  # type: ignore[m
         found = rows.ids("chosen_ids", "rejected_ids")
         if found is None:
             return None
-        ids, multiple = Ragged.concatenate(found), self.pad_to_multiple_of
-        made = {"input_ids": padded(ids, self.pad_token_id, multiple)}
-        made["attention_mask"] = padded(_filled(ids, 1), 0, multiple)
+        made = _with_mask(Ragged.concatenate(found), self.pad_token_id, self.pad_to_multiple_of)
         return made | ({"margin": rows.numbers("margin", torch.float)} if "margin" in rows.names else {})
 
 

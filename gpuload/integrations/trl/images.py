@@ -21,7 +21,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from gpuload.core.errors import DataError, OptionError
-from gpuload.integrations.comparison import spread
+from gpuload.integrations.comparison import near_and_others
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.lengths import lengths_of
 from gpuload.kinds.images.options import ImageOptions, is_processor
@@ -228,10 +228,7 @@ class _TrlLengths:
 
     def difference(self, found: np.ndarray[Any, Any], limit: int) -> str | None:
         """What differs from the lengths of TRL, of the rows next to the limit and of some others."""
-        known = np.flatnonzero(found >= 0)
-        near = known[np.argsort(np.abs(found[known] - limit), kind="stable")][: _COMPARED // 2]
-        others = known[np.argsort(found[known], kind="stable")][spread(len(known), _COMPARED // 2)]
-        for row in {*near.tolist(), *others.tolist()}:
+        for row in near_and_others(found, limit, _COMPARED):
             made = self.by_trl(row)
             if made >= 0 and made != found[row]:
                 return f"row {row} has {found[row]} tokens by the rule of its processor, and {made} by TRL"

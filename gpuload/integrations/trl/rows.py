@@ -25,13 +25,12 @@ class _Lists:
     """A column of lists of integers, chunk by chunk, as views."""
 
     starts: RowNumbers  # the number of the first row of each chunk
-    values: list[Any]  # of each chunk
-    offsets: list[Any]  # where the rows of each chunk begin in them
+    chunks: list[Ragged]
 
     def take(self, numbers: RowNumbers) -> Ragged:
         chunk = np.searchsorted(self.starts, numbers, side="right") - 1
         places = zip(chunk.tolist(), (numbers - self.starts[chunk]).tolist(), strict=True)
-        pieces = [self.values[k][self.offsets[k][row] : self.offsets[k][row + 1]] for k, row in places]
+        pieces = [self.chunks[k][row] for k, row in places]
         return Ragged(np.concatenate(pieces), offsets_of(np.array([len(piece) for piece in pieces])))
 
 
@@ -43,7 +42,7 @@ def _lists_of(column: pa.ChunkedArray) -> _Lists | None:
     if any(chunk.values.null_count for chunk in chunks):
         return None
     starts = offsets_of(np.array([len(chunk) for chunk in chunks], np.int64))[:-1]
-    return _Lists(starts, [chunk.values.to_numpy() for chunk in chunks], [chunk.offsets.to_numpy() for chunk in chunks])
+    return _Lists(starts, [Ragged(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks])
 
 
 class Views(dict[str, Any]):

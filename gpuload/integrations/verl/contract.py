@@ -108,19 +108,12 @@ def stock_methods(stock: type) -> list[Any]:
 def difference(
     own: type,
     stock: type,
-    sources: Sequence[Source],
-    given: Sequence[Any],
-    ignored: Collection[str] = (),
-    special: str | None = None,
+    sources: Sequence[Source],  # the files that are loaded
+    given: Sequence[Any],  # further arguments of both classes
+    ignored: Collection[str] = (),  # keys of rows that differ on purpose
+    special: str | None = None,  # why they are compared although the code is known
 ) -> str | None:
-    """Why a class may have other rows than verl's; None if verl's code is known, or rows of every shape are equal.
-
-    Args:
-        sources: the files that are loaded.
-        given: further arguments of both classes.
-        ignored: keys of rows that differ on purpose.
-        special: why they are compared although the code is known.
-    """
+    """Why a class may have other rows than verl's; None if verl's code is known, or rows of every shape are equal."""
     changed = change(release_of("verl", "verl"), KNOWN, *stock_methods(stock)) or special
     if changed is None:
         return None

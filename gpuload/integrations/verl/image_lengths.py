@@ -21,6 +21,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from gpuload.core.options import plain
 from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_messages
+from gpuload.integrations.comparison import near_and_others
 from gpuload.integrations.core import release_of
 from gpuload.integrations.known_code import Table, change
 from gpuload.kinds.images.engine import ImageEngine
@@ -72,9 +73,8 @@ def filtered(dataset: Any, dataframe: Any) -> Any:
         return reason
     started = time.perf_counter()
     try:
-        patch = getattr(
-            getattr(dataset.processor, "image_processor", None), "patch_size", 14
-        )  # as in verl's agent loop
+        images = getattr(dataset.processor, "image_processor", None)
+        patch = getattr(images, "patch_size", 14)  # as in verl's agent loop
         lengths = _Lengths(dataset, dataframe, list(dict.fromkeys([dataset.image_patch_size, patch])))
         found, *more = np.concatenate(list(lengths.of_rows()), axis=1)
         if reason := lengths.difference(found, dataset.image_patch_size):
@@ -149,19 +149,15 @@ class _Lengths:
         feature = dataframe.features.get(dataset.image_key)
         # `datasets` turns the images that it decodes, and verl opens the bytes of others as they are.
         self._turns = feature is not None and require_decoding(feature)
-        tokenizer, options = dataset._tokenizer_and_options()
-        del tokenizer
+        _, options = dataset._tokenizer_and_options()
         kwargs = dict(plain(dataset.mm_processor_kwargs or {}))
         images = ImageOptions(dataset.image_key, kwargs, "transpose" if self._turns else "pil")
         reference = ImageReference(dataset.processor, images, **options.of_tokenizer())
         self._engine = ImageEngine(reference)
         if self._engine.by_prompt or self._engine.rule is None:
             raise NotUnderstoodError(self._engine.describe())
+        self.rung = self._engine.rule.rung
         self._resized: dict[Any, list[tuple[int, int]]] = {}
-
-    @property
-    def rung(self) -> str:
-        return self._engine.rule.rung if self._engine.rule else ""
 
     def of_rows(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
         """The lengths (patches, n) of some rows at a time."""
@@ -192,11 +188,9 @@ class _Lengths:
         # The processor adds its special tokens to all texts; verl, to texts without images, none.
         _, _, (before, after) = self._engine.token_of_images()
         added = np.array([len(before) + len(after) if some else 0 for some in sizes], np.int64)
-        made = []
-        for number in range(len(self._patches)):
-            found = lengths_of(self._engine, texts, [tuple(each[number] for each in some or ()) for some in sizes])
-            made.append(np.where(found < 0, found, found + added))
-        return np.array(made)
+        of_patches = ([tuple(each[k] for each in some or ()) for some in sizes] for k in range(len(self._patches)))
+        made = np.array([lengths_of(self._engine, texts, each) for each in of_patches])
+        return np.where(made < 0, made, made + added)
 
     def _sizes(self, prompt: Any, images: Sequence[Any]) -> Sequence[Sequence[tuple[int, int]]]:
         """The sizes of a row's images as the processor gets them, of each for all patches; any error if they are
@@ -229,11 +223,9 @@ class _Lengths:
         if key not in self._resized:
             part["image"] = SizedImage(header.width, header.height)
             message = {"role": "user", "content": [part]}
-            sizes = []
+            config, sizes = self._dataset.config, []
             for patch in self._patches:
-                (resized,), videos, audios = self._dataset._process_multi_modal_info(
-                    [message], patch, self._dataset.config
-                )
+                (resized,), videos, audios = self._dataset._process_multi_modal_info([message], patch, config)
                 if videos or audios or not isinstance(resized, SizedImage):
                     raise ValueError("verl makes something else of an image")
                 sizes.append((resized.height, resized.width))
@@ -247,11 +239,7 @@ class _Lengths:
 
         The lengths are those for patches of one size; -1 of rows that are not looked at.
         """
-        known = np.flatnonzero(lengths >= 0)
-        order = known[np.argsort(lengths[known], kind="stable")]
-        near = known[np.argsort(np.abs(lengths[known] - self._dataset.max_prompt_length), kind="stable")]
-        spread = order[np.linspace(0, max(0, len(order) - 1), min(len(order), _COMPARED // 2)).astype(int)]
-        for row in dict.fromkeys([*near[: _COMPARED // 2].tolist(), *spread.tolist()]):
+        for row in near_and_others(lengths, self._dataset.max_prompt_length, _COMPARED):
             try:
                 expected: Any = self._by_verl(self._rows[row], patch)
             except Exception as error:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 
@@ -22,6 +21,7 @@ from gpuload.core.options import Options, plain
 from gpuload.core.workers import prepare_worker
 from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.integrations.core import are_messages, log_fallback
+from gpuload.integrations.processors import chosen_template
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.contract import difference as stock_difference
 from gpuload.integrations.verl.media import FilteredByHeaders
@@ -180,11 +180,7 @@ class RLHFDataset(FilteredByHeaders):
     def _chat_template(self) -> str | None:
         """The text or name of the template to use instead of the tokenizer's default, or None."""
         given: str | None = self._template_kwargs().get("chat_template")
-        if self.processor is None:
-            return given
-        own = self.processor.chat_template
-        named = own if isinstance(own, Mapping) else {"default": own}
-        return named.get(given or "default", given)
+        return given if self.processor is None else chosen_template(self.processor, given)
 
     # -- fallback to verl's own class ----------------------------------------------------------------------------------
 
@@ -210,20 +206,15 @@ class RLHFDataset(FilteredByHeaders):
             return f"some files have no column {self.prompt_key!r}"
         for source, kind in zip(sources, types, strict=True):
             where = f"{source.name}: column {self.prompt_key!r}"
-            if reason := self._unsupported_prompts_reason(kind, where):
-                return reason
+            try:
+                check_prompt_type(kind, where)
+            except DataError as error:
+                return str(error)
+            if not is_messages(kind):
+                return f"{where} holds {kind}, not messages"
+            if self.processor is not None and not are_messages(kind):
+                return f"{where}: messages have no role, or contents that are not text, and there is a processor"
         return self._unsupported_template_reason()
-
-    def _unsupported_prompts_reason(self, kind: pa.DataType, where: str) -> str | None:
-        try:
-            check_prompt_type(kind, where)
-        except DataError as error:
-            return str(error)
-        if not is_messages(kind):
-            return f"{where} holds {kind}, not messages"
-        if self.processor is not None and not are_messages(kind):
-            return f"{where}: messages have no role, or contents that are not text, and there is a processor"
-        return None
 
     def _unsupported_template_reason(self) -> str | None:
         unsupported = _UNSUPPORTED_KWARGS
@@ -263,19 +254,12 @@ class RLHFDataset(FilteredByHeaders):
         numbers = row_numbers(items, len(self)).tolist()
         if not isinstance(self.dataframe, ArrowRows) or len(set(numbers)) < len(numbers):
             return [self[number] for number in numbers]
-        rows = self.dataframe.take(numbers)
-        if not self._overrides_rows:
+        rows, kind = self.dataframe.take(numbers), type(self)
+        if kind.__getitem__ is RLHFDataset.__getitem__ and kind._build_messages is VerlDataset._build_messages:
             return self._finish_rows(rows)
+        # A subclass changes what a row is.
         batch = self._with_dataframe(dict(zip(numbers, rows, strict=True)))
         return [batch[number] for number in numbers]
-
-    @property
-    def _overrides_rows(self) -> bool:
-        """Whether a subclass changes what a row is."""
-        kind = type(self)
-        return (
-            kind.__getitem__ is not RLHFDataset.__getitem__ or kind._build_messages is not VerlDataset._build_messages
-        )
 
     def _finish_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Do what verl's `__getitem__` does, for a whole batch.

@@ -12,23 +12,15 @@ from gpuload.sources.columns import Columns
 
 
 class ArrowRows:
-    """The `dataframe` of verl's dataset class: the part of `datasets.Dataset` that verl uses, with faster access.
-
-    Args:
-        columns: the rows.
-        names: key of a row → name of its column.
-        ids: prompt ids, if rows carry them; empty for a prompt that cannot be rendered.
-        stored: (n,) the number of each row in `ids`; None: they have the same numbers.
-        owner: of the files that the columns are in.
-    """
+    """The `dataframe` of verl's dataset class: the part of `datasets.Dataset` that verl uses, with faster access."""
 
     def __init__(
         self,
-        columns: Columns,
-        names: Mapping[str, str],
-        ids: TokenStore | None = None,
-        stored: RowNumbers | None = None,
-        owner: Any = None,
+        columns: Columns,  # n rows
+        names: Mapping[str, str],  # key of a row → name of its column
+        ids: TokenStore | None = None,  # of prompts, if rows carry them; empty where one cannot be rendered
+        stored: RowNumbers | None = None,  # (n,) the number of each row in `ids`; None: they have the same numbers
+        owner: Any = None,  # of the files that the columns are in
     ):
         self._columns = columns
         self._names = dict(names)

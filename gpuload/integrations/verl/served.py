@@ -7,7 +7,7 @@ nothing of verl is used. The shape of a row is that of verl's MultiTurnSFTDatase
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from gpuload.integrations.verl.sft_store import planes_of, shape_row
 from gpuload.kinds.load_chats import load_chats
 from gpuload.kinds.served.options import OF_SERVED
 from gpuload.sources.fetch import resolve
-from gpuload.sources.read import Source, open_file, with_prompts
+from gpuload.sources.read import open_file, with_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,15 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
         config = config or {}
         self.max_length, self.pad_mode = int(config.get("max_length", 1024)), config.get("pad_mode", "right")
         self.truncation = config.get("truncation", "error")
-        check_shape(self.pad_mode, self.truncation)
+        if self.pad_mode not in ("right", "no_padding"):
+            raise OptionError(f"data.pad_mode={self.pad_mode!r}: expected right or no_padding")
+        if self.truncation == "left":
+            raise OptionError(
+                "data.truncation=left is not possible with rows as served, because no answer would be behind its whole "
+                "prompt: use error or right"
+            )
+        if self.truncation not in ("error", "right"):
+            raise OptionError(f"data.truncation={self.truncation!r}: expected error or right")
         if processor is not None and (why := processor_problem(processor)):
             raise OptionError(f"rows as served for verl: {why}")
         self.tokenizer = tokenizer_of(processor or tokenizer)
@@ -74,10 +82,7 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
         kwargs = dict(plain(config.get("apply_chat_template_kwargs") or {}))
         messages = config.get("messages_key", "messages")
         files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
-        names = {config.get("tools_key", "tools"): "tools"}
-        thinking = config.get("enable_thinking_key", "enable_thinking")
-        media = (config.get("image_key", "images"), config.get("video_key", "videos"))
-        data = renamed(files, messages, names, thinking, media)
+        data = _as_read_by_load_chats(files, messages, config)
         default = config.get("enable_thinking_default")
         by_row = isinstance(data, pa.Table) and "chat_template_kwargs" in data.column_names
         if default is not None and default != "none" and not by_row:  # verl's own configuration says "none"
@@ -127,57 +132,33 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
         )
 
 
-def check_shape(pad_mode: Any, truncation: Any) -> None:
-    """Checks how rows are padded and truncated.
-
-    Raises:
-        OptionError: a value is unknown, or not possible with rows as served.
-    """
-    if pad_mode not in ("right", "no_padding"):
-        raise OptionError(f"data.pad_mode={pad_mode!r}: expected right or no_padding")
-    if truncation == "left":
-        raise OptionError(
-            "data.truncation=left is not possible with rows as served, because no answer would be behind its whole "
-            "prompt: use error or right"
-        )
-    if truncation not in ("error", "right"):
-        raise OptionError(f"data.truncation={truncation!r}: expected error or right")
-
-
-def renamed(
-    files: Sequence[str], messages: str, names: dict[str, str], thinking: str, media: Sequence[str]
-) -> list[str] | pa.Table:
-    """Files with verl's columns as `load_chats` reads them: themselves, or a table with columns `tools` and
-    `chat_template_kwargs`.
-
-    Args:
-        messages: the column of messages.
-        names: column → its name for `load_chats`.
-        thinking: the column that says whether a row is rendered with `enable_thinking`.
-        media: columns with images and videos.
+def _as_read_by_load_chats(files: Sequence[str], messages: str, config: Mapping[str, Any]) -> list[str] | pa.Table:
+    """Files with verl's columns, one of which has the messages, as `load_chats` reads them: themselves, or a table with
+    columns `tools` and `chat_template_kwargs`.
 
     Raises:
         OptionError: there are columns with images or videos.
-        DataError: the column `thinking` has no booleans.
+        DataError: the column for `enable_thinking` has no booleans.
     """
+    tools, thinking = config.get("tools_key", "tools"), config.get("enable_thinking_key", "enable_thinking")
+    media = {config.get("image_key", "images"), config.get("video_key", "videos")}
     sources = [open_file(file) for file in resolve(files)]
     found = {name for source in sources for name in source.schema.names}
-    if images := sorted(found & set(media)):
+    if images := sorted(found & media):
         raise OptionError(f"column {images[0]!r} has images or videos: rows as served are for texts")
-    if thinking not in found and all(name == new or name not in found for name, new in names.items()):
+    if thinking not in found and (tools == "tools" or tools not in found):
         return list(files)
-    tables = [_table(source, messages, names, thinking) for source in sources]
+    tables = []
+    for source in sources:
+        parts = [part for part, _ in with_prompts(source, messages)]
+        table = pa.concat_tables(parts, promote_options="permissive")
+        table = table.select([name for name in table.column_names if name != "tools" or tools == "tools"])
+        table = table.rename_columns(["tools" if name == tools else name for name in table.column_names])
+        if thinking in table.column_names:
+            column = table[thinking].combine_chunks()
+            if not pa.types.is_boolean(column.type):
+                raise DataError(f"{source.name}: column {thinking!r} holds {column.type}: convert it to booleans")
+            kwargs = pa.StructArray.from_arrays([column], ["enable_thinking"], mask=column.is_null())
+            table = table.drop_columns([thinking]).append_column("chat_template_kwargs", kwargs)
+        tables.append(table)
     return pa.concat_tables(tables, promote_options="permissive")
-
-
-def _table(source: Source, messages: str, names: dict[str, str], thinking: str) -> pa.Table:
-    table = pa.concat_tables([table for table, _ in with_prompts(source, messages)], promote_options="permissive")
-    table = table.select([name for name in table.column_names if name not in names.values() or name in names])
-    table = table.rename_columns([names.get(name, name) for name in table.column_names])
-    if thinking in table.column_names:
-        column = table[thinking].combine_chunks()
-        if not pa.types.is_boolean(column.type):
-            raise DataError(f"{source.name}: column {thinking!r} holds {column.type}: convert it to booleans")
-        kwargs = pa.StructArray.from_arrays([column], ["enable_thinking"], mask=column.is_null())
-        table = table.drop_columns([thinking]).append_column("chat_template_kwargs", kwargs)
-    return table

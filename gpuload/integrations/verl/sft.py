@@ -28,12 +28,12 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.py_functional import convert_nested_value_to_list_recursive
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.core.arrays import Ragged, RowNumbers, mask_of, offsets_of, row_number
+from gpuload.core.arrays import Ragged, mask_of, offsets_of, row_number
 from gpuload.core.errors import GpuloadError, PromptTooLongError
 from gpuload.core.marks import LOSS, split
 from gpuload.core.options import Options, plain
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.integrations.comparison import spread
+from gpuload.integrations.comparison import of_all_lengths
 from gpuload.integrations.core import log_fallback, release_of
 from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
 from gpuload.integrations.messages.rows import row_of
@@ -298,7 +298,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         rows = np.flatnonzero(~mask_of([*tokenized.fallback, *tokenized.rejected], len(batch)))
         if self._options.verify == "sample":
             count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch) // len(self._places))
-            rows = _of_all_lengths(rows, tokenized.ids.lengths, count)
+            rows = of_all_lengths(rows, tokenized.ids.lengths, count)
         if self._options.verify == "off":
             return None
         number = self._first_difference(batch.table.take(pa.array(rows)), tokenized.ids.take(rows))
@@ -311,7 +311,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         rejected = mask_of(found.others, len(self._places))
         sample = np.zeros(0, np.int64)
         if self._options.verify != "off":
-            sample = _of_all_lengths(np.flatnonzero(~rejected), found.ids.lengths, _VERIFY_ROWS)
+            sample = of_all_lengths(np.flatnonzero(~rejected), found.ids.lengths, _VERIFY_ROWS)
         needed = np.union1d(np.flatnonzero(rejected), sample)
         if not len(needed):
             return None
@@ -375,9 +375,3 @@ def _with_bits(item: dict[str, Any]) -> np.ndarray[Any, Any]:
     ids, mask = (item[key].numpy() for key in ("input_ids", "loss_mask"))
     bits: np.ndarray[Any, Any] = np.where(mask != 0, ids | LOSS, ids).astype(np.int32)
     return bits
-
-
-def _of_all_lengths(rows: RowNumbers, lengths: RowNumbers, count: int) -> RowNumbers:
-    """Up to `count` of some rows: the shortest, the longest, and others in between."""
-    by_length = rows[np.argsort(lengths[rows], kind="stable")]
-    return by_length[spread(len(rows), count)]

@@ -90,18 +90,12 @@ class RejectedRows:
 def row_cache(
     options: Options,
     reference: Reference,
-    rule: Rule,
+    rule: Rule,  # of verl's class
     sources: Sequence[Source],
-    keys: Sequence[str],
-    places: RowPlaces,
+    keys: Sequence[str],  # the columns that decide ids, where a file has them; the first one has the messages
+    places: RowPlaces,  # which rows of the files it has
 ) -> RowCache:
-    """The cache of a dataset of files.
-
-    Args:
-        rule: of verl's class.
-        keys: the columns that decide ids, where a file has them; the first one has the messages.
-        places: which rows of the files it has.
-    """
+    """The cache of a dataset of files."""
     fields = [[source.schema.field(key) for key in keys if key in source.schema.names] for source in sources]
     chosen = places.numbers
     settings: dict[str, Any] = {

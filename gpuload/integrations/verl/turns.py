@@ -57,12 +57,7 @@ class TokenizedConversations(MessageRows):
 
 
 class ConversationTokenizer:
-    """Tokenizes batches of conversations, with verl's `apply_chat_template_kwargs`.
-
-    Args:
-        system_prompt: number of ids of the system prompt that the template adds to a single message.
-        generation_prompt: number of ids at the start of an assistant message that are not learned.
-        ignore_mismatch: keep rows whose messages have other ids than the whole conversation.
+    """Tokenizes batches of conversations.
 
     Attributes:
         encodes_rendered_text: whether the ids of a conversation are the ids of its text. If not, this class cannot be
@@ -77,10 +72,10 @@ class ConversationTokenizer:
     def __init__(
         self,
         tokenizer: Any,
-        kwargs: Mapping[str, Any],
-        system_prompt: int,
-        generation_prompt: int,
-        ignore_mismatch: bool,
+        kwargs: Mapping[str, Any],  # verl's `apply_chat_template_kwargs`
+        system_prompt: int,  # number of ids of the system prompt that the template adds to a single message
+        generation_prompt: int,  # number of ids at the start of an assistant message that are not learned
+        ignore_mismatch: bool,  # keep rows whose messages have other ids than the whole conversation
     ):
         self._system_prompt = system_prompt
         self._generation_prompt = generation_prompt
@@ -92,19 +87,12 @@ class ConversationTokenizer:
 
     def tokenize(
         self,
-        conversations: pa.Array,
-        tools: Sequence[Any] | None,
-        thinking: Sequence[bool | None],
-        rejected: Mapping[int, str],
+        conversations: pa.Array,  # (n,) list or large_list of struct<role, ...>
+        tools: Sequence[Any] | None,  # (n,); None if rows have no tools
+        thinking: Sequence[bool | None],  # (n,) `enable_thinking`
+        rejected: Mapping[int, str],  # row → reason, for rows that are known to be rejected
     ) -> TokenizedConversations:
-        """Tokenize one batch.
-
-        Args:
-            conversations: (n,) list or large_list of struct<role, ...>.
-            tools: tools of each row; None if rows have no tools.
-            thinking: `enable_thinking` of each row.
-            rejected: row → reason, for rows that are known to be rejected.
-        """
+        """Tokenize one batch."""
         turns, n = MessageTurns(conversations), len(conversations)
         # As in verl, whole conversations and first messages are rendered with the tools, later messages without.
         without_tools = [{} if flag is None else {"enable_thinking": flag} for flag in thinking]
@@ -116,8 +104,13 @@ class ConversationTokenizer:
         of_message = np.where(turns.opening, number[turns.row], number[n + turns.row])
         messages, prefix = self._messages(turns.alone(), templates, of_message)
         wholes = render(conversations, templates, number[:n])
-        result = self._concatenated(turns, messages, prefix)
-        result.rejected |= rejected
+        # The rule "trim", of verl's `_process_single_message` and `__getitem__`. How many ids verl removes from the
+        # start of each message: the empty user message, if the template needed one, and the system prompt, except from
+        # a row's first message and from system messages.
+        front = prefix + self._system_prompt * (~turns.opening & ~turns.is_role("system"))
+        loss_from = np.where(turns.is_role("assistant"), self._generation_prompt, NO_LOSS)
+        ids = trimmed(self._templates.ids(messages.text), turns, front, loss_from)
+        result = TokenizedConversations(ids, {}, rejected=dict(rejected))
         result.rendering.add_counts(messages)
         result.rendering.add_counts(wholes)
         self._classify_rows(result, turns, messages, wholes)
@@ -158,15 +151,6 @@ class ConversationTokenizer:
             self._after_user[template] = found
             return found
         return None
-
-    def _concatenated(self, turns: MessageTurns, messages: HostText, prefix: RowNumbers) -> TokenizedConversations:
-        """The rule "trim", of verl's `_process_single_message` and `__getitem__`."""
-        # How many ids verl removes from the start of each message: the empty user message, if the template needed one,
-        # and the system prompt, except from a row's first message and from system messages.
-        added = ~turns.opening & ~turns.is_role("system")
-        front = prefix + self._system_prompt * added
-        loss_from = np.where(turns.is_role("assistant"), self._generation_prompt, NO_LOSS)
-        return TokenizedConversations(trimmed(self._templates.ids(messages.text), turns, front, loss_from), {})
 
     def _classify_rows(
         self, result: TokenizedConversations, turns: MessageTurns, messages: HostText, wholes: HostText
