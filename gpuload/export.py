@@ -127,8 +127,15 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
     """
     if not isinstance(directory, str | os.PathLike):
         raise OptionError(f"directory={directory!r:.80}: expected a path")
-    place = Path(os.path.expanduser(directory)).resolve()
-    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+    try:
+        place = Path(os.path.expanduser(directory)).resolve()
+        there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links, a closed directory
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"directory={os.fspath(directory)!r:.80}: cannot be used: {reason}: choose another"
+        ) from error
+    if there:
         if not overwrite:
             raise OptionError(
                 f"{place} exists: choose another directory, or overwrite it (overwrite=True, --overwrite)"

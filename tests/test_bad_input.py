@@ -1,5 +1,6 @@
 """Bad input: every message says what, where and what to do; a bad row never takes a good one with it."""
 
+import errno
 import json
 import os
 import shutil
@@ -385,6 +386,23 @@ def test_index_columns_can_be_read(tmp_path: Path) -> None:
     assert open_file(file).schema.names == ["prompt"]
     source = open_file(file, index_columns=True)
     assert pa.concat_tables(source.batches())["__index_level_0__"].to_pylist() == [7, 3]
+
+
+def test_a_tokenizer_whose_directory_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who may read all: the call that asks is refused."""
+
+    def refused(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(TokenizerError, match="no permission to read this directory: change its mode or owner"):
+        gpuload.load(pa.table({"prompt": ["a"]}), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", ""])
+def test_cache_directories_that_cannot_be(name: str, qwen: Any) -> None:
+    with pytest.raises(OptionError, match="^cache_dir='.*': expected a path, or None"):
+        gpuload.load(pa.table({"prompt": ["a"]}), qwen, cache_dir=name)
 
 
 @pytest.mark.parametrize("name", ["/nosuch/tok", "./tok", "~/no/such/tok", "a/b/c", "tok/"])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.core.errors import SourceError
 from gpuload.engines.host import engine as cpu
+from gpuload.integrations.verl.reading import file_digest
+from gpuload.media.headers import FileBytes
 from gpuload.pipeline import keep_on_disk as disk
 from gpuload.sources import local
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.footer import damage_of, single_group
 from gpuload.sources.read import _decode, _read_parquet, open_file
 
 CHANGED = "the file was changed while it was loaded: load it again when it is complete"
@@ -47,6 +51,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
     "written into": lambda path: path.write_bytes(path.read_bytes().replace(b"AAA", b"BBB")),
     "cut short": lambda path: os.truncate(path, 0),
     "removed": lambda path: path.unlink(),
+    "replaced by a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
 
 
@@ -195,6 +200,17 @@ def test_a_change_while_a_file_is_opened(ending: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(local, "_state", state)
     with pytest.raises(SourceError, match=CHANGED):
         open_file(SourceFile(str(path), "x", "json" if ending == "jsonl" else ending))
+
+
+@pytest.mark.parametrize("path_is_read", [damage_of, single_group, file_digest, FileBytes])
+def test_nobody_is_waited_for_who_writes_to_a_pipe(path_is_read: Callable[..., Any], tmp_path: Path) -> None:
+    """A file may be replaced after it was found. `FileBytes` compares its state with what was looked up."""
+    os.mkfifo(tmp_path / "pipe")
+    arguments = (
+        (pa.ArrowInvalid("broken"),) if path_is_read is damage_of else ("name",) * (path_is_read is single_group)
+    )
+    with suppress(OSError):
+        path_is_read(str(tmp_path / "pipe"), *arguments)
 
 
 def test_a_json_file_is_read_once(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

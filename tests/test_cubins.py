@@ -77,6 +77,7 @@ def test_which_file_is_for_a_gpu(place: Path, cupy: Any, capability: str, archit
     assert found == ("pad of a file" if architecture else "pad of source")
     if architecture:
         assert Path(cupy.made[0]["path"]).name.startswith(f"sm_{architecture}-")
+        assert kernels.machine_code[0] == Path(cupy.made[0]["path"]).name
         assert len(cupy.made) == 1
 
 
@@ -96,6 +97,7 @@ def test_where_a_file_cannot_be_loaded_kernels_are_compiled(
     with caplog.at_level("INFO"):
         assert kernels._functions(0)("pad") == "pad of source"
     assert "UNSUPPORTED_PTX_VERSION" in caplog.text
+    assert kernels.machine_code[0] == "compiled here", "what `gpuload doctor` prints"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

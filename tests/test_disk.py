@@ -163,6 +163,17 @@ def test_workers_map_the_files(context: str, files: list[str], qwen: Any, store:
     assert ids == found.tokens.to_lists()
 
 
+def test_workers_that_do_not_find_a_store_say_which(files: list[str], qwen: Any, store: Path) -> None:
+    """An error of unpickling would only be known to the worker, which it would end."""
+    found = gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk")
+    for file in store.glob("*.columns"):
+        file.unlink()
+    spawn = multiprocessing.get_context("spawn")
+    loader = DataLoader(found, batch_size=64, collate_fn=list, num_workers=1, multiprocessing_context=spawn)
+    with pytest.raises(StoreError, match=f"{store}/.*columns: the file was removed or replaced"):
+        next(iter(loader))
+
+
 def test_resume_from_memory(files: list[str], qwen: Any, store: Path) -> None:
     in_memory, on_disk = (
         gpuload.load(files, qwen, chat_template=TEMPLATE, store=where).loader(16, shuffle=True, seed=2)
@@ -248,7 +259,7 @@ def test_removed_while_it_is_used(files: list[str], qwen: Any, store: Path) -> N
     shutil.rmtree(store)
     assert found.tokens.to_lists() == expected  # this process has mapped it
     with pytest.raises(StoreError, match="the file was removed or replaced while a dataset used it: load again"):
-        pickle.loads(pickled)
+        len(pickle.loads(pickled).tokens.to_lists())
 
 
 @pytest.mark.parametrize("again", ["columns", "all"])

@@ -289,6 +289,15 @@ def test_invalid_arguments(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("n" * 300, "too long"), ("a\0b", "null"), ("\ud800", "surrogates"), ("loop", "[Ll]ink")]
+)
+def test_names_that_no_directory_can_have(chats: gpuload.ChatDataset, tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OptionError, match=f"directory='.*: cannot be used: .*{reason}"):
+        gpuload.save_to_disk({"train": chats}, tmp_path / name)
+
+
 def test_without_the_package_datasets(
     chats: gpuload.ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

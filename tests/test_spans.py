@@ -621,6 +621,24 @@ def test_no_rows_and_no_spans() -> None:
     assert masks(reference, spans, [("", []), ("One", []), ("", [])]) == [[], [0], []]
 
 
+def test_an_empty_block_at_the_start_of_a_text(qwen: Any) -> None:
+    """transformers fails at it. For the tokenizer of a load, too, it has no tokens: no row differs or is dropped."""
+    template = (
+        "{% for m in messages %}{% generation %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}"
+        "{% endgeneration %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    rows = [
+        [{"role": "user", "content": "hello"}, {"role": "assistant", "content": f" there {row}"}] for row in range(3)
+    ]
+    table = pa.table({"messages": rows})
+    chats = gpuload.load_chats(table, qwen, chat_template=template, verify="full", strict=True)
+    answers = [len(qwen(row[1]["content"])["input_ids"]) for row in rows]
+    assert [mask[-count:] for mask, count in zip(chats.loss_mask.to_lists(), answers, strict=True)] == [
+        [True] * count for count in answers
+    ]
+    assert chats.loss_tokens == sum(answers)
+
+
 def test_threads_that_render_do_not_disturb_each_other(qwen: Any) -> None:
     """transformers keeps the blocks of a template that is being rendered in one list for all threads."""
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -169,6 +169,18 @@ def test_added_tokens_are_never_cut(token: AddedToken) -> None:
     same(encoder_of(reference), reference, texts)
 
 
+def test_words_whose_separators_are_changed_are_encoded_one_by_one() -> None:
+    asked = []
+
+    def encode(texts: pa.LargeStringArray) -> Ragged:
+        asked.append(texts.to_pylist())
+        return Ragged.from_lists([[len(text)] for text in texts.to_pylist()])
+
+    found = words.encode_joined(pa.array(["a", "bcd"], pa.large_string()), (0, "|"), encode)
+    assert found.to_lists() == [[1], [3]]
+    assert asked == [["a|bcd|"], ["a", "bcd"]]
+
+
 def test_separators() -> None:
     """A token that is in a word, or that another token can reach into, separates nothing."""
     raw = [AddedToken(text, normalized=False) for text in ("ab", "abc", "b<", "<c>", "x<", "<d>", "<e")]

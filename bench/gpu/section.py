@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -120,13 +121,14 @@ def run_section(name: str, section: Section, task: Task, seconds: float) -> dict
     found, log = (Path(task.scratch) / f"{name}{ending}" for ending in (".json", ".log"))
     found.unlink(missing_ok=True)
     started = time.monotonic()
-    code = run_forked(partial(_child, section, task, found, limit), limit, log)
+    # Programs that a section runs have less time than itself, so that it can record what they have printed.
+    code = run_forked(partial(_child, section, task, found, limit - min(2.0, limit / 10)), limit, log)
     outcome: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"status": "stopped", "facts": {}}
-    if outcome["status"] == "stopped":
+    if outcome["status"] == "stopped" and "why" not in outcome:
+        output = without_directories(log.read_text(errors="replace"))
         if code is None:
-            outcome["why"] = f"not finished after {limit:.0f} seconds"
+            outcome["why"] = f"{output}\nnot finished after {limit:.0f} seconds".strip()
         else:
-            output = without_directories(log.read_text(errors="replace"))
             outcome |= {"status": "died", "why": f"exit code {code}\n{output}"}
     return outcome | {"took": round(time.monotonic() - started, 1)}
 
@@ -152,6 +154,10 @@ def _outcome(section: Section, task: Task, facts: Facts) -> dict[str, Any]:
         return {"status": "missing", "why": without_directories(str(error))}
     except WrongError as error:
         return {"status": "wrong", "why": without_directories(str(error))}
+    except subprocess.TimeoutExpired as error:
+        output = b"".join(each for each in (error.stdout, error.stderr) if isinstance(each, bytes))
+        why = f"{output.decode(errors='replace')}\nnot finished after {error.timeout:.0f} seconds: {error.cmd[:4]}"
+        return {"status": "stopped", "why": without_directories(why)}
     except BaseException:
         return {"status": "failed", "why": without_directories(traceback.format_exc())}
     return {"status": "done"}

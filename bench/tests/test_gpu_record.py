@@ -86,6 +86,7 @@ def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
         import os, subprocess, sys, time
         from bench.gpu.__main__ import main
         from bench.gpu.section import MissingError, Section, WrongError
+        from bench.process import run_command
 
         def raises(why):
             def work(task, facts):
@@ -101,13 +102,17 @@ def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
         def hangs(task, facts):
             child = subprocess.Popen(["sleep", "100"])
             facts("before", child=child.pid)
+            print("so far", file=sys.stderr, flush=True)
             time.sleep(100)
+
+        def runs(task, facts):
+            run_command([sys.executable, "-c", "print('half', flush=True); import time; time.sleep(100)"], 1)
 
         def fine(task, facts):
             facts("after", process=os.getpid())
 
         works = {"raises": raises(ZeroDivisionError("no")), "wrong": raises(WrongError("differs")), "dies": dies,
-                 "hangs": hangs, "missing": raises(MissingError("no such thing")), "fine": fine}
+                 "hangs": hangs, "missing": raises(MissingError("no such thing")), "runs": runs, "fine": fine}
         sections = {name: Section(work, 1.5 if name == "hangs" else 30) for name, work in works.items()}
         sys.exit(main(["--rehearse", "--output", sys.argv[1]], sections))
     """
@@ -118,12 +123,16 @@ def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.json")
     sections = json.loads(file.read_text())["sections"]
     assert {name: section["status"] for name, section in sections.items()} == {
-        "raises": "failed", "wrong": "wrong", "dies": "died", "hangs": "stopped", "missing": "missing", "fine": "done",
+        "raises": "failed", "wrong": "wrong", "dies": "died", "hangs": "stopped", "missing": "missing",
+        "runs": "stopped", "fine": "done",
     }  # fmt: skip
     assert "ZeroDivisionError: no" in sections["raises"]["why"]
     assert "last words" in sections["dies"]["why"]
     assert "exit code -6" in sections["dies"]["why"]
     assert [sections[name]["facts"]["before"] for name in ("raises", "dies")] == [{"number": 1}, {"number": 2}]
+    assert "so far" in sections["hangs"]["why"]
+    assert "not finished after 1 seconds" in sections["runs"]["why"]
+    assert "half" in sections["runs"]["why"]
     assert not is_alive(sections["hangs"]["facts"]["before"]["child"])
     page = file.with_suffix(".md").read_text()
     assert "**stopped**: not finished after" in page

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.faults import damaged, missing
+from gpuload.core.errors import StoreError
 
 _ALIGNMENT = 64
 _END = struct.Struct("<qq")
@@ -63,7 +64,7 @@ class BlockFile:
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file itself
-        return self.again, (self.path, self.key, self.num_rows)
+        return _in_another_process, (type(self), self.path, self.key, self.num_rows)
 
     def block(self, number: int) -> pa.Buffer:
         """A block. Its checksum is compared the first time.
@@ -80,6 +81,26 @@ class BlockFile:
     def unchecked(self, number: int) -> pa.Buffer:
         """A block, whatever is there now."""
         return self.memory.slice(int(self.starts[number]), int(self._sizes[number]))
+
+
+class Gone:
+    """A file that another process did not find. What is asked of it is a `StoreError`: an error of unpickling would
+    end a worker of torch's loaders, and nobody would be told why."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise missing(self.path)
+
+
+def _in_another_process(kind: type[BlockFile], path: Path, key: str, rows: int) -> BlockFile | Gone:
+    try:
+        return kind.again(path, key, rows)
+    except StoreError:
+        return Gone(path)
 
 
 def about(path: Path) -> tuple[str, int] | None:

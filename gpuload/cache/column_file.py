@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from gpuload.cache.block_file import BlockFile, BlockWriter
+from gpuload.cache.block_file import BlockFile, BlockWriter, Gone
 from gpuload.cache.gather import MappedTables
 from gpuload.core.arrays import RowNumbers
 from gpuload.sources.columns import Columns
@@ -125,6 +125,10 @@ def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> "MappedColumns
     return columns
 
 
+def _columns_of_those_there(files: Sequence[Any], index: RowNumbers) -> Any:
+    return next((file for file in files if isinstance(file, Gone)), None) or columns_of(files, index)
+
+
 class MappedColumns(Columns):
     """Columns in files."""
 
@@ -144,7 +148,7 @@ class MappedColumns(Columns):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Where parts begin is in the files: one that was made again since has the same rows, but maybe in other parts.
-        return columns_of, (self.files, self._index), {"_made": self._made, "names": self.names}
+        return _columns_of_those_there, (self.files, self._index), {"_made": self._made, "names": self.names}
 
 
 class Tables(Sequence[pa.Table]):

@@ -66,6 +66,13 @@ def run(given: argparse.Namespace) -> int:
 
 
 def check_page(page: Path) -> None:
+    """Checks that a page can be written to a file, before the work; an `OptionError` if it cannot."""
+    try:
+        os.stat(page)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, a closed directory; a null byte
+        raise OptionError(f"--html {page}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     if not page.parent.is_dir():
         raise OptionError(f"--html {page}: no such directory: {page.parent}")
     if page.is_dir():

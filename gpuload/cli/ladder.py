@@ -213,13 +213,12 @@ def _filled(array: Any, like: Any) -> Any:
 
 
 def _compile(number: int) -> None:
-    from gpuload.engines.device.cubins import shipped
     from gpuload.engines.device.kernel_source import signatures
+    from gpuload.engines.device.kernels import machine_code
 
     started = time.perf_counter()
     kernels = _kernels(number)
-    file = shipped(kernels.xp.cuda.Device(number).compute_capability)
-    print(f"machine code: {file.name if file else 'compiled here'}")
+    print(f"machine code: {machine_code[number]}")
     with kernels.current():
         for name in signatures():
             kernels._function(name)

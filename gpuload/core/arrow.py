@@ -45,7 +45,8 @@ def as_numpy(array: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, Any]:
     chunk."""
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
-    assert not array.null_count, "NumPy has no null among numbers"
+    if array.null_count:
+        raise ValueError("NumPy has no null among numbers")
     kind, low, high = array.type, array.offset, array.offset + len(array)
     data = array.buffers()[1] or b""
     if pa.types.is_boolean(kind):

@@ -1,4 +1,4 @@
-"""The cache directory, and how files are written into it."""
+"""The cache directory, how files are written into it, and how those of users are opened."""
 
 import ctypes
 import errno
@@ -52,6 +52,16 @@ def files_in(directory: Path, end: str) -> list[Path]:
     with suppress(OSError):
         return [directory / name for name in os.listdir(directory) if name.endswith(end)]
     return []
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Opens a file for reading; an `OSError` if it cannot be opened, or is something else: nobody is waited for who
+    writes to a named pipe."""
+    raw = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        raw.close()
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return raw
 
 
 class PartialDirectory:

@@ -163,13 +163,21 @@ def _string(wanted: str) -> Must:
     return Must(wanted, lambda value: isinstance(value, str) and value)
 
 
+def is_path_name(value: Any) -> bool:
+    """Whether a file or directory of this system could have such a name: it has no null byte and no lone surrogate."""
+    try:
+        return "\0" not in value and bool(os.fsencode(value))
+    except (TypeError, UnicodeEncodeError):
+        return False
+
+
 POSITIVE = _integer(1, "an integer > 0")
 COLUMN = _string("the name of a column")
 BOOLEAN = Must("True or False", lambda value: isinstance(value, bool))
 
 _CHECKS: Mapping[str, Must] = {
     "prompt_key device": _string("a string"),
-    "cache_dir": or_none(_string("a path")),
+    "cache_dir": or_none(Must("a path", is_path_name)),
     "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": BOOLEAN,
     "progress": or_none(BOOLEAN),
     "max_prompt_length": POSITIVE,
@@ -237,7 +245,7 @@ def template_source(template: str | os.PathLike[str], option: str = "chat_templa
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise OptionError(f"{option}={path!r}: no such file: check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # the latter: not UTF-8, or a null byte in the name
         raise OptionError(f"{option}={path!r}: cannot read the file: {error}") from error
 
 

@@ -98,8 +98,9 @@ class FileBytes:
     """
 
     def __init__(self, path: str):
-        # What was looked up is no link; if it is one now, somebody has replaced it.
-        self._file = open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))  # noqa: SIM115
+        # What was looked up is no link and no pipe; if it is one now, somebody has replaced it.
+        more = os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | more))  # noqa: SIM115
         about = os.fstat(self._file.fileno())
         self._size, self.state = about.st_size, state_of(about)
 

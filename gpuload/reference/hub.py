@@ -18,6 +18,15 @@ def is_path(name: str) -> bool:
     return os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith(os.sep)
 
 
+def is_closed(directory: str) -> bool:
+    """Whether this user may not read a directory, which transformers then takes for one that is not there."""
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
+
+
 def hub_problem() -> str | None:
     """Why the hub cannot be reached; None if it can, or is not to be asked.
 

@@ -22,7 +22,7 @@ from gpuload.core.lazy import imported
 from gpuload.core.memory import garbage_collection_paused, room_to_encode
 from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
-from gpuload.reference.hub import hub_problem, is_path
+from gpuload.reference.hub import hub_problem, is_closed, is_path
 from gpuload.reference.made_columns import MadeColumns
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
 from gpuload.reference.vocabulary import check_vocabulary, is_id
@@ -371,6 +371,8 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         if os.path.isfile(name):
             return _from_file(name, trust_remote_code)
         is_local = os.path.isdir(name)
+        if (is_local or is_path(name)) and is_closed(name):
+            raise TokenizerError(f"tokenizer {name!r}: no permission to read this directory: change its mode or owner")
         if not is_local and is_path(name):
             raise TokenizerError(f"tokenizer {name!r}: no such directory: check the path")
         unreachable = None if is_local else hub_problem()

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gpuload.core.files import open_regular
 from gpuload.sources.types import is_list
 
 LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 64 << 20, 128 << 20
@@ -63,7 +64,8 @@ def rows_of_group(rows: int, nbytes: int) -> int:
 def single_group(path: str, name: str) -> str | None:
     """A remark about a large parquet file that is one row group, with the way to rewrite it, and its `name`; None for
     other files."""
-    metadata = pq.read_metadata(path)
+    with open_regular(path) as raw:
+        metadata = pq.read_metadata(raw)
     size = decoded_size(metadata, None)
     if metadata.num_row_groups != 1 or (rows := rows_of_group(metadata.num_rows, size)) == metadata.num_rows:
         return None
@@ -130,7 +132,7 @@ def _pages(raw: BinaryIO, row_group: Any, names: Collection[str]) -> Iterator[by
 def damage_of(path: str, error: Exception) -> str:
     """Describes a file that Arrow cannot open. Parquet files begin and end with PAR1."""
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as raw:
             head = raw.read(4)
             raw.seek(-min(4, raw.seek(0, 2)), 2)
             tail = raw.read(4)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pyarrow as pa
 
+from gpuload.core.files import open_regular
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.urls import changed
 
@@ -30,6 +31,7 @@ class LocalFile:
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Opens the file again; a `SourceError` if it is not in the same state, an `OSError` if it cannot be opened."""
+        self._compare(os.stat(self.path))  # Arrow would wait for somebody who writes to a named pipe
         with _arrow_file(self.path) as raw:
             self._compare(os.fstat(raw.fileno()))
             yield raw
@@ -55,7 +57,7 @@ def _arrow_file(path: str) -> BinaryIO:
         raw.fileno()
     except AttributeError:  # that of older versions of pyarrow fails, such as 21
         raw.close()
-        return open(path, "rb")
+        return open_regular(path)
     return cast(BinaryIO, raw)
 
 
@@ -67,7 +69,7 @@ def opened(file: SourceFile) -> Iterator["tuple[LocalFile | RemoteFile, BinaryIO
         with file.remote.open() as raw:
             yield file.remote, raw
         return
-    with open(file.path, "rb") as raw:
+    with open_regular(file.path) as raw:
         local = LocalFile(file.path, file.name, _state(os.fstat(raw.fileno())))
         try:
             yield local, raw

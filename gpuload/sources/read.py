@@ -281,6 +281,7 @@ def _open_json(file: SourceFile) -> Source:
 def _open_arrow(file: SourceFile) -> Source:
     try:
         with opened(file) as (local, _):
+            local.check()  # the path is opened once more
             table = mapped_table(file.path)
     except SourceError:
         raise

@@ -158,6 +158,8 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
         elif source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
             return or_by_arrow(slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes), source, prompt_key)
         elif source.parquet is not None and can_read(kind):
+            if source.file is not None:
+                source.file.check()  # cuDF opens the path: it would wait for somebody who writes to a named pipe
             first, then = chunk_sizes(source, prompt_key, kernels.chunk_bytes)
             return or_by_arrow(chunks(kernels, source.parquet, prompt_key, kind, then, first), source, prompt_key)
         return None

@@ -208,6 +208,10 @@ def _shared_on(number: int) -> SharedTables:
     return SharedTables()
 
 
+machine_code: dict[int, str] = {}
+"""Number of a GPU → the file of the kernels that this process has loaded for it, or that they were compiled."""
+
+
 @cache
 def _functions(number: int) -> Callable[[str], Any]:
     """The kernels of a GPU by name, loaded once per process: from machine code that was shipped, or else compiled."""
@@ -217,9 +221,11 @@ def _functions(number: int) -> Callable[[str], Any]:
             get = cupy.RawModule(path=str(file)).get_function
             try:
                 get(next(iter(signatures())))
+                machine_code[number] = file.name
                 return lru_cache(maxsize=None)(get)
             except cupy.cuda.driver.CUDADriverError as error:  # the driver may be older than the compiler
                 logger.info("gpuload: %s cannot be loaded (%s): kernels are compiled instead", file.name, error)
+        machine_code[number] = "compiled here"
         module = cupy.RawModule(code=source(), options=("-std=c++17", *_DEBUG * waits_for_each()))
     return lru_cache(maxsize=None)(module.get_function)
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.errors import DataError, SourceError
+from gpuload.core.files import open_regular
 from gpuload.integrations.slime.samples import tools_of
 from gpuload.sources.columns import to_python
 from gpuload.sources.fetch import SourceFile
@@ -37,7 +38,7 @@ def open_rows(path: str, rows: slice | None, prompt_key: str, others: Sequence[s
 def _check_json_lines(path: str) -> None:
     """slime skips lines that are not JSON, where gpuload raises an error or reads them."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(1024).lstrip()
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error

@@ -21,6 +21,7 @@ import numpy as np
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import DataError, StoreError
+from gpuload.core.files import open_regular
 from gpuload.core.options import Options
 from gpuload.dataset.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import ArrowRows
@@ -125,8 +126,8 @@ def file_digest(path: str) -> bytes:
     """Compute a digest of all bytes of a file; of its name for a path that is not a local file."""
     digest = hashlib.sha256(path.encode(errors="surrogateescape"))
     if os.path.isfile(path):
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
+        with open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
     return digest.digest()
 
 

@@ -135,15 +135,17 @@ class ChatReference(TrainingReference):
                 if ahead and ahead[0][0] < high:
                     ids[at] |= int(loss_bits(*ahead[0][2:] or [0]))
             return ids
-        places = [(encoded.char_to_token(start), encoded.char_to_token(end - 1)) for start, end, *_ in spans]
+        places = [(encoded.char_to_token(start), encoded.char_to_token(max(end - 1, 0))) for start, end, *_ in spans]
         if any(None in place for place in places) and not blocks:
             for at, (low, high) in enumerate(encoded.encodings[0].offsets):
                 some = [span for span in spans if max(low, span[0]) < min(high, span[1])]
                 ids[at] |= int(loss_bits(*some[0][2:] or [0])) if some else 0
             return ids
-        for (first, last), (_, _, *number) in zip(places, spans, strict=True):
+        for (first, last), (_, end, *number) in zip(places, spans, strict=True):
             if first is None:
                 break
+            if not end:  # an empty block at the start of the text, at which transformers fails, marks nothing
+                continue
             for at in range(first, last + 1 if last else len(ids)):
                 ids[at] |= 0 if ids[at] & int(LOSS) else int(loss_bits(*number or [0]))
         return ids
