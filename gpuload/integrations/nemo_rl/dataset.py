@@ -238,7 +238,16 @@ class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
 class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc]
     """NeMo-RL's `OpenAIFormatDataset`, for SFT. Conversations are tokenized once, by columns.
 
-    Arguments and errors are those of `NemoPromptDataset` for SFT.
+    Args:
+        data_path, **settings: as for NeMo-RL's class; also `add_bos`, `add_eos` and `add_generation_prompt`, as in the
+            section `data`.
+        tokenizer: the section `policy.tokenizer`.
+        max_input_seq_length: conversations of this many tokens or more are dropped; None keeps them.
+        gpuload: options of `gpuload.load`: `token_cache`, `token_cache_bytes` and `store`.
+
+    Raises:
+        OptionError: an unknown key in `gpuload`, or an invalid value.
+        StoreError: a store on disk is asked for, and there is too little space for it, or it cannot be written.
     """
 
     val_dataset = None
