@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -191,12 +191,6 @@ class Finding:
     example: str
     remedy: str
 
-    @classmethod
-    def of(cls, check: str, rows: list[int], count: int, total: int, example: str, level: Level | None = None) -> Self:
-        """What a check has found in so many of all rows, by its rule; `level` instead of that of the rule."""
-        rule = RULES[check]
-        return cls(check, level or rule.level(count, total), rows, count, example, rule.remedy)
-
     @property
     def counted(self) -> str:
         """How many rows or files, in words."""
@@ -210,6 +204,12 @@ class Finding:
             [3]
         """
         return asdict(self)
+
+
+def finding(check: str, rows: list[int], count: int, total: int, example: str, level: Level | None = None) -> Finding:
+    """What a check has found in so many of all rows, by its rule; `level` instead of that of the rule."""
+    rule = RULES[check]
+    return Finding(check, level or rule.level(count, total), rows, count, example, rule.remedy)
 
 
 def in_order(found: list[Finding]) -> list[Finding]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.words import counted
-from gpuload.inspect.checks.findings import Finding, Level, RowMask
+from gpuload.inspect.checks.findings import Finding, Level, RowMask, finding
 from gpuload.inspect.checks.messages import FlatMessages
 
 
@@ -69,12 +69,12 @@ class Collected:
 
     def note(self, check: str, count: int, example: str) -> None:
         """Adds rows whose numbers are not known."""
-        self._notes.append(Finding.of(check, [], count, self._total, example))
+        self._notes.append(finding(check, [], count, self._total, example))
 
     def findings(self) -> list[Finding]:
         """What was found."""
         made = list(self._notes)
         for (check, level), (example, parts) in self._found.items():
             rows = np.concatenate(parts).tolist()
-            made.append(Finding.of(check, rows, len(rows), self._total, example, level))
+            made.append(finding(check, rows, len(rows), self._total, example, level))
         return made

@@ -11,7 +11,7 @@ from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
 from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode, check_choice
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.inspect.checks.findings import RULES, Finding, in_order
+from gpuload.inspect.checks.findings import RULES, Finding, finding, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
 from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit, over_the_limit
@@ -331,5 +331,5 @@ def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int],
 def _of_groups(sources: Sequence[Source]) -> Iterator[Finding]:
     if found := single_groups(sources):
         example, _, remedy = found[0].partition(": rewrite")
-        made = Finding.of("one row group", [], len(found), len(sources), example)
+        made = finding("one row group", [], len(found), len(sources), example)
         yield replace(made, remedy=f"rewrite{remedy}" if remedy else made.remedy)
