@@ -66,7 +66,6 @@ class TokenSearch:
             (n,) in which texts the tokens lie end to end, and (q,) the number of the token of the character at each
             byte, -1 if it has none. Only those of these texts are meaningful.
         """
-        table = self._table
         data, offsets, at = self._with_spaces(text, rows, at)
         fast, sums = self._end_to_end(text, data, offsets, ids)
         length = offsets[rows + 1] - offsets[rows]
@@ -78,11 +77,9 @@ class TokenSearch:
         token, begin = sums.token_at(byte)
         number = token - ids.offsets[rows[inside]]
         # Only spaces are trimmed, and a space is in one token, so no other token can have the character.
-        leading = table.leading[ids.values[token]]
-        if table.keeps_first:
-            leading[(number == 0) & (leading == 1)] = 0
+        leading, trailing = self._trimmed(ids.values[token], number)
         trimmed = byte < begin + leading
-        trimmed |= byte >= begin + self._lengths[ids.values[token]] - table.trailing[ids.values[token]]
+        trimmed |= byte >= begin + self._lengths[ids.values[token]] - trailing
         found = np.full(len(rows), -1, np.int64)
         found[inside] = np.where(trimmed, -1, number)
         return fast, found
@@ -100,7 +97,6 @@ class TokenSearch:
             begins, without the spaces that are trimmed, before the end of a span, and ends behind its start; the last
             one is before the first one if there is none. Only those of these texts are meaningful.
         """
-        table = self._table
         data, offsets, at = self._with_spaces(text, np.tile(rows, 2), np.concatenate([start, end]))
         start, end = np.split(at, 2)
         fast, sums = self._end_to_end(text, data, offsets, ids)
@@ -113,11 +109,9 @@ class TokenSearch:
             token, begin = sums.token_at(byte)
             number, entry = token - first_id, ids.values[token]
             stop = begin + self._lengths[entry]
-            leading = table.leading[entry]
-            if table.keeps_first:
-                leading[(number == 0) & (leading == 1)] = 0
+            leading, trailing = self._trimmed(entry, number)
             begin = np.minimum(begin + leading, stop)
-            stop = np.maximum(stop - table.trailing[entry], begin)
+            stop = np.maximum(stop - trailing, begin)
             outside = (begin >= end) | (stop <= start)
             found[side, inside] = np.where(outside, number - 1 if side else number + 1, number)
         return fast, found[0], found[1]
@@ -142,6 +136,14 @@ class TokenSearch:
         shift = np.repeat(offsets[:-1] - ends[ids.offsets[:-1]], ids.lengths)
         begin, stop = (part + shift for part in (ends[:-1], ends[1:]))
         return fast, (begin, np.where(np.repeat(fast, ids.lengths), stop, begin)), (first, last)
+
+    def _trimmed(self, entries: Ids, number: Numbers) -> tuple[Ids, Ids]:
+        """(k,) bytes of spaces that offsets leave out at the beginning and at the end of tokens, by their ids and their
+        numbers in their texts."""
+        leading = self._table.leading[entries]
+        if self._table.keeps_first:
+            leading[(number == 0) & (leading == 1)] = 0
+        return leading, self._table.trailing[entries]
 
     def _with_spaces(self, text: pa.LargeStringArray, rows: Numbers, at: Numbers) -> tuple[Bytes, Numbers, Numbers]:
         """The bytes of n texts in which spaces are replaced as the tokenizer does, (n + 1,) where each text begins, and
