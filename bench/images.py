@@ -123,11 +123,26 @@ def epoch_by_hand(path: Path, processor: Any, rows: int, threads: int) -> Iterat
             yield waiting.popleft().result()
 
 
-def consumed(batches: Iterator[Any]) -> str:
-    """Goes through batches and keeps none, as a trainer does: seconds of CPU time, and of the clock."""
+def consumed(batches: Iterator[Any]) -> tuple[float, float]:
+    """Goes through batches and keeps none, as a trainer does: seconds of the clock, and of CPU time."""
     started = time.perf_counter()
     _, seconds = timed(lambda: deque(batches, maxlen=0))
-    return f"{seconds:.2f} s of CPU, {time.perf_counter() - started:.2f} s"
+    return time.perf_counter() - started, seconds
+
+
+def compare_epochs(ways: dict[str, Callable[[], Iterator[Any]]], repeats: int) -> None:
+    """Prints what epochs take that are made in several ways, each time in another order."""
+    chance = random.Random(0)
+    orders = [chance.sample(list(ways), len(ways)) for _ in range(repeats)]
+    taken = [{name: consumed(ways[name]()) for name in order} for order in orders]
+    first = next(iter(ways))
+    for name in ways:
+        clock, cpu = ([each[name][which] for each in taken] for which in (0, 1))
+        ratio = median(each[name][0] / each[first][0] for each in taken)
+        print(
+            f"{name}: {median(clock):.2f} s ({min(clock):.2f} to {max(clock):.2f}), {median(cpu):.2f} s of CPU, "
+            f"{ratio:.2f} times the first of these"
+        )
 
 
 def main() -> None:
@@ -137,6 +152,7 @@ def main() -> None:
     parser.add_argument("--megapixels", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--epoch-rows", type=int, default=64)
+    parser.add_argument("--epoch-repeats", type=int, default=9)
     parser.add_argument("--only", help="a class of image processors, so that its first load is that of the process")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -176,11 +192,8 @@ def main() -> None:
             assert all(map(torch.equal, epoch(prompts), by_hand(1)))
             threads = os.cpu_count() or 1
             print(f"epochs of {given.epoch_rows} rows with pixels, which are equal; {torch.get_num_threads()} of torch")
-            for _ in range(given.repeats):
-                print(
-                    f"loader {consumed(epoch(prompts))}; by hand in one thread {consumed(by_hand(1))}, "
-                    f"in {threads} {consumed(by_hand(threads))}"
-                )
+            ways = {f"by hand, {count} threads": partial(by_hand, count) for count in (1, threads)}
+            compare_epochs({"loader": partial(epoch, prompts), **ways}, given.epoch_repeats)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from gpuload.core.errors import DataError, NoRowsError, OptionError
 from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
+from gpuload.kinds.images.pixels import _OF_TEXT
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.media.headers import FileBytes, ImageError, decode, read_header, sample_of
 from gpuload.media.references import Places, media_of
@@ -618,6 +619,40 @@ def test_inputs_of_batches_are_those_of_the_processor(name: str) -> None:
         assert each["input_ids"].equal(batch["input_ids"][2 * number : 2 * number + 2])
     assert prompts[1]["multi_modal_inputs"]["pixel_values"].equal(made_of(processor, rows[1:2])["pixel_values"])
     assert prompts[4]["multi_modal_inputs"] == {}
+
+
+@pytest.mark.parametrize("name", core(BY_RULE, *CORE))
+def test_inputs_are_those_of_each_processor(name: str) -> None:
+    processor, rows = processor_named(name), [row for row in rows_of(12) if row[2]][:3]
+    prompts = load(table_of(rows), processor, media="inputs")
+    batch, wanted = prompts.batch(range(3)), made_of(processor, rows)
+    of_images = wanted.keys() - _OF_TEXT
+    assert of_images
+    for each in of_images:
+        assert batch[each].equal(wanted[each])
+
+
+@pytest.mark.parametrize("without", ["the same", "other pixels", "an error"])
+def test_processors_are_given_text_where_that_changes_pixels(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, rows, texts = BUILDERS["qwen2_5_vl"](), rows_of(9), list[Any]()
+    prompts, wanted, kind = load(table_of(rows), processor, media="inputs"), made_of(processor, rows), type(processor)
+    right = kind.__call__
+
+    def called(self: Any, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+        texts.append(text)
+        if text is None and without == "an error":
+            raise TypeError("text is None")
+        made = right(self, images=images, text=text, **kwargs)
+        if text is None and without == "other pixels":
+            made["pixel_values"] = made["pixel_values"] + 1
+        return made
+
+    monkeypatch.setattr(kind, "__call__", called)
+    assert prompts.batch(range(len(rows)))["pixel_values"].equal(wanted["pixel_values"])
+    tried = len(texts)
+    assert prompts.batch(range(len(rows)))["pixel_values"].equal(wanted["pixel_values"])
+    assert len(texts) == tried + 1  # what was found out once is not tried again
+    assert (texts[-1] is None) == (without == "the same")
 
 
 def test_decoded_images_in_rows(qwen: Any, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class ControlTokens:
         """Whether any string inside a value contains the text of a control token."""
         waiting = [value]  # not by recursion, which rows that are nested deeply would exceed
         shortest, search = len(self.texts[-1]) if self.texts else 0, self.pattern.search
-        for part in waiting:
+        while waiting:
+            part = waiting.pop()
             if isinstance(part, str):
                 if len(part) >= shortest and search(part):
                     return True

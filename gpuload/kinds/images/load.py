@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import pyarrow as pa
 
 from gpuload.cache.directory import default_bound, evict, media_directory
 from gpuload.core.options import IGNORED, Options
@@ -15,6 +16,7 @@ from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
 from gpuload.kinds.images.positions import merge_of
+from gpuload.kinds.images.prompts import REFERENCE, sizes_in
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.kinds.prompts import PromptDataset, PromptKind
 from gpuload.media.spool import Spool
@@ -85,10 +87,10 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
     """What batches need to know of the images of rows, how much they have of them, and what makes that."""
     engine: Any = loaded.engine
     columns, key = loaded.columns, images.image_key
-    sizes = set()
+    sizes, schema = set(), pa.schema([(key, pa.list_(REFERENCE))])
     for first in range(0, len(columns), _ROWS):
-        rows = columns.take(np.arange(first, min(first + _ROWS, len(columns))), [key])[key]
-        sizes |= {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
+        rows = columns.take_table(np.arange(first, min(first + _ROWS, len(columns))), schema).column(0)
+        sizes.update(sizes_in(rows.combine_chunks()))
     pixels = None
     if engine.spool is not None:
         directory = media_directory(loaded.options.cache_dir)
