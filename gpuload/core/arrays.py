@@ -237,8 +237,8 @@ class Ragged:
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]]) -> "Ragged":
         """Makes rows from Python lists of ids."""
-        offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
-        values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
+        offsets = offsets_of(np.fromiter(map(len, rows), np.int64, len(rows)))
+        values = np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(offsets[-1]))
         return Ragged(values, offsets)
 
 
