@@ -299,6 +299,17 @@ def test_views_in_messages_are_read_as_plain_strings(qwen: Any) -> None:
     assert gpuload.load(table, qwen).tokens.to_lists() == expected
 
 
+@pytest.mark.parametrize("nested", ["list", "list of structs", "map"])
+def test_views_inside_of_values_are_read_as_plain_strings(nested: str, qwen: Any) -> None:
+    views = pa.array(["a", "b" * 30, "c", "d"], pa.string_view())
+    column: Any = pa.array([[("a", "b" * 30)], [("c", "d")]], pa.map_(pa.string_view(), pa.string_view()))
+    if nested != "map":
+        inner = views if nested == "list" else pa.StructArray.from_arrays([views], ["text"])
+        column = pa.FixedSizeListArray.from_arrays(inner, 2)
+    prompts = gpuload.load(pa.table({"prompt": ["a", "b " * 30], "x": column}), qwen, max_prompt_length=40)
+    assert prompts.take(["x"]) == {"x": column.to_pylist()[:1]}, "rows can be filtered"
+
+
 @pytest.mark.parametrize(
     "column",
     [

@@ -137,6 +137,11 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
     if is_list(kind):
         make = pa.list_ if pa.types.is_list(kind) else pa.large_list
         return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_views(kind.value_type)), kind.list_size)
+    if pa.types.is_map(kind):
+        key, item = (field.with_type(_without_views(field.type)) for field in (kind.key_field, kind.item_field))
+        return pa.map_(key, item, kind.keys_sorted)
     return kind
 
 
