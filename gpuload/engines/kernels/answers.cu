@@ -43,22 +43,39 @@ extern "C" __global__ void match_tokens(
     }
 }
 
+// The bytes of a token of a text without the spaces that are trimmed from its offsets: `begin` to `end` - 1, counted from
+// the text's first byte; none if all are trimmed.
+//
+// Token k of the text begins at places[k] - places[0]; `ids` are its tokens. leading[i] and trailing[i] are the bytes that
+// are trimmed of id i, with `keeps_first` not a single space with which the text begins.
+struct Extent { i64 begin, end; };
+
+__device__ __forceinline__ Extent without_spaces(
+    i64 token, const i64* places, const int* ids, const int* leading, const int* trailing, int keeps_first)
+{
+    const int id = ids[token] & IDS, before = leading[id];  // it may have been marked already
+    Extent some = {places[token] - places[0], places[token + 1] - places[0]};
+    some.begin += keeps_first && token == 0 && before == 1 ? 0 : before;
+    if (some.begin > some.end) some.begin = some.end;
+    some.end -= trailing[id];
+    if (some.end < some.begin) some.end = some.begin;
+    return some;
+}
+
 // The number of the token with the character of which byte `at` of a text is a part, counted from the text's first token;
 // -1 if it has none, because it is outside of the text, or spaces that are trimmed from the offsets of their token.
 //
-// The text is data[0 : size]. Token k of its `count` tokens begins at places[k] - places[0]; `ids` are the tokens.
-// leading[i] and trailing[i] are the bytes that are trimmed of id i, with `keeps_first` not a single space with which the
-// text begins. Only spaces are trimmed, and a space is in one token, so no other token can have the character.
+// The text is data[0 : size], and has `count` tokens; the rest is as for without_spaces. Only spaces are trimmed, and a
+// space is in one token, so no other token can have the character.
 __device__ __forceinline__ i64 token_of(
     i64 at, const u8* data, i64 size, i64 count, const i64* places, const int* ids, const int* leading,
     const int* trailing, int keeps_first)
 {
     if (at < 0 || at >= size) return -1;
     while (at > 0 && continues(data[at])) at--;
-    const i64 place = at + places[0], token = text_at(places, count, place);
-    const int id = ids[token] & IDS;  // it may have been marked already
-    const i64 before = keeps_first && token == 0 && leading[id] == 1 ? 0 : leading[id];
-    return place < places[token] + before || place >= places[token + 1] - trailing[id] ? -1 : token;
+    const i64 token = text_at(places, count, at + places[0]);
+    const Extent some = without_spaces(token, places, ids, leading, trailing, keeps_first);
+    return at < some.begin || at >= some.end ? -1 : token;
 }
 
 // Marks the tokens of answers with their bits, in the texts for which match_tokens has left exact[r]. One warp per text;
@@ -66,7 +83,7 @@ __device__ __forceinline__ i64 token_of(
 //
 // The answers of text r are first[r] to first[r + 1] - 1, in order; they begin at start[i] and end before end[i], in bytes
 // of the text; their tokens get bits[i], and those of two answers the bits of the first. Texts and tokens are as for
-// match_tokens, trimmed spaces as for token_of. The rules are those of engines/host/spans.py. With `overlapping`, an
+// match_tokens, trimmed spaces as for without_spaces. The rules are those of engines/host/spans.py. With `overlapping`, an
 // answer has the tokens that begin before its end and end behind its start, without the spaces that are trimmed.
 // Otherwise it has the tokens from that of its first character to that of its last one. If the first has none, this
 // answer and all later ones of the text have no tokens; if the last has none, or token 0, the answer has all tokens to
@@ -83,18 +100,13 @@ extern "C" __global__ void mark_answers(
         int* own = ids + ids_offsets[text];
         if (overlapping) {
             for (i64 token = lane; token < count; token += 32) {
-                i64 from = place[token] - place[0], to = place[token + 1] - place[0];
-                const int id = own[token] & IDS, space = leading[id];
-                from += keeps_first && token == 0 && space == 1 ? 0 : space;
-                if (from > to) from = to;
-                to -= trailing[id];
-                if (to < from) to = from;
-                i64 low = first[text], high = first[text + 1];  // the first answer that ends behind `from`
+                const Extent some = without_spaces(token, place, own, leading, trailing, keeps_first);
+                i64 low = first[text], high = first[text + 1];  // the first answer that ends behind its beginning
                 while (low < high) {
                     const i64 middle = (low + high) / 2;
-                    if (end[middle] <= from) low = middle + 1; else high = middle;
+                    if (end[middle] <= some.begin) low = middle + 1; else high = middle;
                 }
-                if (low < first[text + 1] && start[low] < to) own[token] |= bits[low];
+                if (low < first[text + 1] && start[low] < some.end) own[token] |= bits[low];
             }
             continue;
         }
