@@ -180,3 +180,9 @@ def test_rows_of_a_stream(qwen: Any) -> None:
 
 def test_files_are_no_frame() -> None:
     assert not any(map(is_frame, ["a.parquet", b"a", ["a.parquet"], ("a",), iter(["a"])]))
+
+
+def test_columns_of_which_arrow_takes_no_rows_are_named(qwen: Any) -> None:
+    runs = pa.RunEndEncodedArray.from_arrays([2], ["x"])
+    with pytest.raises(DataError, match="a column cannot be converted to Arrow .*run_end_encoded.*drop it"):
+        gpuload.load(pa.table({"prompt": ["a", "b"], "runs": runs}), qwen)

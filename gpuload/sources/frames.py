@@ -63,6 +63,7 @@ def open_frame(frame: Any, name: str) -> Source:
         return _open_cudf(frame, name)
     try:
         table = as_readable(_table_of(frame, kind))
+        table.slice(0, 1).take(pa.array(range(min(1, table.num_rows)), pa.int64()))  # Arrow cannot do so with all types
     except (pa.ArrowException, TypeError, ValueError) as error:
         said = ": ".join(map(str, error.args))
         raise DataError(
