@@ -146,6 +146,20 @@ def test_blocks_of_rows_of_many_shapes(name: str, qwen: Any) -> None:
     assert together > 50 or name.startswith(ROW_BY_ROW)
 
 
+@pytest.mark.parametrize("behind", ["", "{% generation %}{% endgeneration %}{{ '\n' }}"])
+def test_empty_blocks_of_rows_of_many_shapes(behind: str, qwen: Any) -> None:
+    """transformers 5.24 marks a token inside of which an empty block is."""
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + ':\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        f"{{{{ m.content }}}}{{% endgeneration %}}{behind}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}"
+    )
+    draw = random.Random(behind)
+    call = TemplateCall(qwen, template, add_generation_prompt=False)
+    rows = [conversation(draw, texts=lambda draw: draw.choice(["", "", "x", "y\n"])) for _ in range(160)]
+    assert compared(call, Answers(call, "assistant"), rows) > 50
+
+
 @shared
 @pytest.mark.parametrize("name", with_shared(shared_tokenizers))
 def test_rows_of_many_shapes_of_real_tokenizers(name: str) -> None:

@@ -310,14 +310,13 @@ def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> AnswerSpans:
     for learned in (each.learned for each in walk.printed if each.learned is not None):
         first = bounds[learned.rows]
         ends = (offsets[first + learned.begin] + learned.begin_bytes, offsets[first + learned.end] + learned.end_bytes)
-        some = ends[0] < ends[1]
-        rows.append(learned.rows[some])
-        start.append((ends[0] - offsets[first])[some])
-        end.append((ends[1] - offsets[first])[some])
-        bits.append(np.full(int(some.sum()), LOSS))
+        rows.append(learned.rows)
+        start.append(ends[0] - offsets[first])
+        end.append(ends[1] - offsets[first])
+        bits.append(np.full(len(first), LOSS))
     by_reference = AnswerSpans.of_rows(walk.answers)
     found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end, bits), by_reference, strict=True)]
-    order = np.lexsort((found[1], found[0]))
+    order = np.lexsort((found[2], found[1], found[0]))  # an empty one before that which begins there
     return AnswerSpans(*(parts[order] for parts in found))
 
 
