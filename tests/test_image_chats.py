@@ -1,5 +1,6 @@
 """Conversations with images to train on: the processor's ids, and which of them have loss."""
 
+import copy
 import io
 import json
 import random
@@ -133,6 +134,35 @@ def test_masks_are_those_of_the_processor(name: str) -> None:
         else:
             assert all(one <= bool(other) for one, other in zip(found, mask, strict=True))
     assert learned > 50
+
+
+def test_blocks_that_begin_and_end_inside_of_tokens() -> None:
+    """Also such as are empty: transformers marks the token inside of which they are."""
+    processor = copy.copy(processor_named("qwen2_5_vl"))
+    processor.chat_template = (
+        "{% for message in messages %}### {{ message['role'] }}:\n{% if message['role'] == 'assistant' %}"
+        f"{{% generation %}}{_CONTENT}{{% endgeneration %}}{{% else %}}{_CONTENT}{{% endif %}}"
+        "{{ '\\n' }}{% endfor %}"
+    ).replace("IMAGE", NAMES["qwen2_5_vl"])
+    rng, rows = random.Random(3), []
+    for _ in range(12):
+        answers = [rng.choice(["", "", " ", "\n", "a", " a\n", "\u2615"]) for _ in range(3)]
+        turns = [
+            (message("user", "<image>?" if not at else "More."), message("assistant", a))
+            for at, a in enumerate(answers)
+        ]
+        rows.append(([each for turn in turns for each in turn], [encoded(picture(60, 90), "PNG")]))
+    chats = load(table_of(rows), processor, verify="off")
+    assert "row by row" not in chats.report.engine
+    learned = []
+    for row, (messages, images) in zip(chats, rows, strict=True):
+        wanted = processor.apply_chat_template(
+            in_parts(messages, images), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert row["input_ids"] == list(wanted["input_ids"][0])
+        learned.append([int(label != -100) for label in row["labels"]])
+        assert learned[-1] == list(wanted["assistant_masks"][0]), messages
+    assert sum(map(sum, learned)) > 20
 
 
 @pytest.mark.parametrize("name", core([*NAMES], "qwen3_vl", "gemma3"))

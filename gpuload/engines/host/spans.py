@@ -130,11 +130,11 @@ class TokenSpans:
         Returns:
             (len(ids.values),) the bits of each token, 0 outside of spans. A token of two spans has those of the first.
         """
+        if self.overlapping:
+            return self.bits_of_overlapping(text, ids, rows, start, end, bits)
         if not len(rows):
             return np.zeros(len(ids.values), np.int32)
         self._check(ids)
-        if self.overlapping:
-            return self._bits_of_overlapping(text, ids, rows, start, end, bits)
         first, last = np.full((2, len(rows)), -1, np.int64)
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
@@ -155,7 +155,7 @@ class TokenSpans:
             marks[tokens] = np.where(owner < 0, 0, bits[of][owner])
         return marks
 
-    def _bits_of_overlapping(
+    def bits_of_overlapping(
         self,
         text: pa.LargeStringArray,
         ids: Ragged,
@@ -164,8 +164,11 @@ class TokenSpans:
         end: Numbers,
         bits: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """As `bits`, for all tokens that overlap a span."""
+        """As `bits`, for all tokens that overlap a span: as processors of images mark them, too."""
         marks, fast = np.zeros(len(ids.values), np.int32), np.zeros(len(text), np.bool_)
+        if not len(rows):
+            return marks
+        self._check(ids)
         if self._search:
             fast, first, last = self._search.overlapping(text, ids, rows, start, end)
             some = np.flatnonzero(fast[rows] & (first <= last))

@@ -197,8 +197,7 @@ class ImageChatEngine(ImageTrainingEngine, ChatEngine):
                 places[some] += gained[np.searchsorted(ends, places[some], side="right")]
         if self._reference.answers is None or not has_blocks(self._reference.call.text()):
             return self.spans.bits(marked, ids, rows, start, end, bits)
-        owner, _ = self.spans.owners(marked, ids, rows, start, end)
-        return np.where(owner >= 0, bits[owner] if len(bits) else np.int32(0), np.int32(0))
+        return self.spans.bits_of_overlapping(marked, ids, rows, start, end, bits)
 
 
 class ImageChatDataset(ImageRows, ChatDataset):
