@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -58,8 +59,10 @@ def expected_ids(processor: Any, messages: Sequence[Any], images: Sequence[bytes
     opened = [Image.open(io.BytesIO(data)) for data in images]
     opened = [(ImageOps.exif_transpose(each) if turns else each).convert("RGB") for each in opened]
     bos = processor.tokenizer.bos_token
-    more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-    return list(processor(text=[text], images=[opened] if opened else None, **more)["input_ids"][0])
+    more: dict[str, Any] = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+    if TRANSFORMERS_4 and opened and "torchvision" in sys.modules:  # LLaVA-NeXT's takes no lists from such
+        more["return_tensors"] = "pt"
+    return list(map(int, processor(text=[text], images=[opened] if opened else None, **more)["input_ids"][0]))
 
 
 def parts(*contents: str | None) -> list[dict[str, str]]:
@@ -623,6 +626,22 @@ def test_arguments_of_the_processor(qwen: Any) -> None:
         text = qwen.apply_chat_template(user(content), add_generation_prompt=True, tokenize=False)
         made = qwen(text=[text], images=[Image.open(io.BytesIO(data)).convert("RGB") for data in files], **kwargs)
         assert row["raw_prompt_ids"] == list(made["input_ids"][0])
+
+
+def test_processors_that_take_no_lists_of_pixels_are_asked_for_tensors(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LLaVA-NeXT's in transformers 4 with torchvision, which fails otherwise."""
+    rows, kind = rows_of(13), type(qwen)
+    wanted, right = [expected_ids(qwen, user(content or text), files) for text, content, files in rows], kind.__call__
+
+    def called(self: Any, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+        if images is not None and kwargs.get("return_tensors") != "pt":
+            raise AttributeError("'list' object has no attribute 'shape'")
+        return right(self, images=images, text=text, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", called)
+    assert [row["raw_prompt_ids"] for row in load(table_of(rows), qwen, verify="full")] == wanted
 
 
 # -- pixels ----------------------------------------------------------------------------------------------------------

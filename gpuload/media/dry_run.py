@@ -132,7 +132,15 @@ def call(processor: Any, text: str, images: Sequence[Any], kwargs: Mapping[str, 
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and text.startswith(bos):
         more["add_special_tokens"] = False
-    return processor(text=[text], images=[list(images)] if images else None, **more, **kwargs)
+    more |= {"text": [text], "images": [list(images)] if images else None, **kwargs}
+    try:
+        return processor(**more)
+    except AttributeError:
+        # In transformers 4, those of LLaVA-NeXT, LLaVA-OneVision and Ovis2 take no lists, which their processors of
+        # images that need torchvision return unless asked for tensors.
+        if not images or "return_tensors" in kwargs:
+            raise
+        return processor(**more, return_tensors="pt")
 
 
 def ids_of(made: Any) -> list[int]:
