@@ -36,6 +36,9 @@ GEMMA = (
 )
 
 
+TRANSFORMERS_4 = int(transformers.__version__.split(".")[0]) < 5
+
+
 def without_torchvision(name: str) -> Any:
     """A processor of images that needs only PIL; in transformers 4, it is the one without "Fast"."""
     return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)

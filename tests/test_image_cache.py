@@ -25,6 +25,7 @@ from gpuload.cache import store as store_of_tokens
 from gpuload.core.errors import DataError, StoreError
 from gpuload.core.files import PartialDirectory
 from gpuload.kinds.images import prompts as image_prompts
+from gpuload.kinds.images.cached import as_json
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.media import headers
 
@@ -259,6 +260,13 @@ def test_what_decides_ids_is_in_the_key(
     assert load(file, other, verify="off").report.from_cache == []
 
 
+def test_the_configuration_is_read_without_a_copy_of_the_tokenizer(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes half a second, several times a load."""
+    monkeypatch.setattr(type(qwen.tokenizer), "__deepcopy__", None, raising=False)
+    assert json.loads(as_json(qwen))["image_processor"]["merge_size"] == qwen.image_processor.merge_size
+    assert qwen.tokenizer is not None
+
+
 def test_changed_images_in_the_data_have_another_key(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
     images = held()
     load(write(tmp_path / "x.parquet", images), qwen)
@@ -274,8 +282,8 @@ def test_processors_that_nothing_identifies_are_not_cached(
 ) -> None:
     file = write(tmp_path / "x.parquet", held())
     with monkeypatch.context() as patch:
-        patch.setattr(qwen.image_processor, "resize", qwen.image_processor.resize)
-        assert "resize was replaced on this Qwen2VLImageProcessor" in str(load(file, qwen).report)
+        patch.setattr(qwen.image_processor, "preprocess", qwen.image_processor.preprocess)
+        assert "preprocess was replaced on this Qwen2VLImageProcessor" in str(load(file, qwen).report)
     kind = type("OwnProcessor", (type(qwen),), {"__module__": "own"})
     monkeypatch.setattr(qwen, "__class__", kind)
     assert "OwnProcessor has code from outside transformers" in str(load(file, qwen).report)

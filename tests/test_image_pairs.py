@@ -5,7 +5,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from image_cases import encoded, picture
+from image_cases import REJECTED, encoded, picture
+from processor_cases import TRANSFORMERS_4
 from test_image_chats import in_parts, made_of, message, processor_named
 
 import gpuload
@@ -71,7 +72,10 @@ def test_batches_have_the_images_of_both_sequences() -> None:
         for name in ("image_grid_thw", "pixel_values"):
             assert batch[name].equal(torch.cat([wanted[name]] * 2)), name
         count = (batch["input_ids"] == processor.image_token_id).sum(1)
-        assert batch["mm_token_type_ids"].sum(1).equal(count)
+        if TRANSFORMERS_4:  # whose processors do not return them
+            assert "mm_token_type_ids" not in batch
+        else:
+            assert batch["mm_token_type_ids"].sum(1).equal(count)
         assert int(batch["image_grid_thw"].prod(1).sum()) == int(count.sum()) * 4
     assert pairs[3]["image_grid_thw"].shape == (3, 3)
 
@@ -86,7 +90,9 @@ def test_single_completions(labeled: bool) -> None:
     pairs = load(table, processor, objective="kto", media="inputs")
     batch = pairs.batch(range(len(pairs)))
     assert len(batch["input_ids"]) == len(pairs) == (4 if labeled else 8)
-    assert batch["KL_mm_token_type_ids"].shape == batch["KL_input_ids"].shape
+    assert batch["KL_position_ids"].shape == (3, *batch["KL_input_ids"].shape)
+    if not TRANSFORMERS_4:
+        assert batch["KL_mm_token_type_ids"].shape == batch["KL_input_ids"].shape
     assert len(batch["image_grid_thw"]) == sum(len(each) for each in batch["images"])
     for row in range(len(pairs)):
         number = pairs.origins[row, 1]
@@ -108,9 +114,10 @@ def test_literal_tokens_of_media_are_as_for_the_processor(name: str) -> None:
     for at, (prompt, *both, images) in enumerate(rows):
         try:
             wanted.append((at, *(expected(processor, prompt + each, images) for each in both)))
-        except ValueError:
+        except REJECTED:
             continue
-    assert len(wanted) < len(rows)
+    # Gemma 3's of transformers 4 do not count marks of images in texts without images, and `image_token` is no mark.
+    assert len(wanted) < len(rows) or (TRANSFORMERS_4 and name == "gemma3")
     pairs = load(table_of(rows), processor, verify="off", objective="rm")
     assert [(pairs.origin(k)[1], row["chosen_ids"], row["rejected_ids"]) for k, row in enumerate(pairs)] == wanted
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from image_cases import BUILDERS
+from processor_cases import TRANSFORMERS_4
 from test_images import load, rows_of, table_of
 
 import gpuload
@@ -27,16 +28,24 @@ MODELS = {
 
 @cache
 def processor_named(name: str) -> Any:
+    if TRANSFORMERS_4 and not hasattr(transformers, MODELS.get(name, "ProcessorMixin")):
+        pytest.skip("transformers 4.57 does not have this model")
     return BUILDERS[name]()
 
 
 def of_model(name: str, processor: Any, batch: Any, prefix: str = "") -> Any:
     """What the model's method makes of a batch: it needs two numbers of the model's configuration."""
     model = getattr(transformers, MODELS[name])
-    if "mm_token_type_ids" not in inspect.signature(model.get_rope_index).parameters:
-        pytest.skip("another version of transformers")
     vision = SimpleNamespace(spatial_merge_size=processor.image_processor.merge_size, tokens_per_second=2)
     own = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    if TRANSFORMERS_4:
+        own.config.image_token_id, own.config.video_token_id = processor.image_token_id, processor.video_token_id
+        start = "<|vision_start|>" if "qwen" in name else "<|begin_of_image|>"
+        own.config.video_start_token_id = own.config.video_end_token_id = -1
+        own.config.vision_start_token_id = processor.tokenizer.convert_tokens_to_ids(start)
+        ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+        found, _ = model.get_rope_index(own, ids, image_grid_thw=batch["image_grid_thw"], attention_mask=mask)
+        return found * mask  # 1 in the padding, which no token looks at
     own.get_vision_position_ids = partial(model.get_vision_position_ids, own)
     ids, mask, types = (batch[f"{prefix}{key}"] for key in ("input_ids", "attention_mask", "mm_token_type_ids"))
     found, _ = model.get_rope_index(own, ids, types, image_grid_thw=batch["image_grid_thw"], attention_mask=mask)

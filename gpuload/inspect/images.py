@@ -110,4 +110,6 @@ def _limited(processor: Any, pixels: int) -> Any:
     made.image_processor = images = copy.copy(processor.image_processor)
     size = {"shortest_edge": images.size["shortest_edge"], "longest_edge": pixels}
     images.size = size if isinstance(images.size, dict) else type(images.size)(**size)
+    if hasattr(images, "max_pixels"):  # of transformers 4, which goes by that
+        images.max_pixels = pixels
     return made

@@ -5,7 +5,7 @@ processor but its call, whatever its class does inside it.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,10 +42,15 @@ class DryRunner:
         processor: of transformers.
         kwargs: further arguments of its calls.
         on_meta: give it tensors without memory, of which nothing but the shape is known, instead of black images.
+        less: arguments with which it does less, see `without_values`. Images that `may_be_channels` are given without.
+
+    Attributes:
+        kwargs: with those of `less`.
     """
 
-    def __init__(self, processor: Any, kwargs: Mapping[str, Any], on_meta: bool):
-        self.processor, self.kwargs, self.on_meta = copy.copy(processor), dict(kwargs), on_meta
+    def __init__(self, processor: Any, kwargs: Mapping[str, Any], on_meta: bool, less: Mapping[str, Any] | None = None):
+        self.processor, self.kwargs, self.on_meta = copy.copy(processor), {**kwargs, **(less or {})}, on_meta
+        self._given = dict(kwargs)
         self._texts: list[Any] = []
         self.processor.tokenizer = _recording(processor.tokenizer, self._texts)
         self.token = image_token_of(processor)
@@ -62,7 +67,8 @@ class DryRunner:
         """
         pieces = [_PIECES[k % 2] for k in range(len(sizes) + 1)]
         self._texts.clear()
-        made = call(self.processor, self.token.join(pieces), [self.image(*size) for size in sizes], self.kwargs)
+        images = [self.image(*size) for size in sizes]
+        made = call(self.processor, self.token.join(pieces), images, self.kwargs_for(sizes))
         if len(self._texts) != 1:
             raise NotUnderstoodError(f"its tokenizer is called {len(self._texts)} times")
         text = self._texts[0]
@@ -71,13 +77,23 @@ class DryRunner:
             raise NotUnderstoodError("its tokenizer is not given one text")
         return DryRun(_between(text, pieces), extras_of(made, len(sizes)))
 
+    def kwargs_for(self, sizes: Iterable[Size]) -> dict[str, Any]:
+        """The further arguments of a call with images of these sizes."""
+        return self._given if any(map(may_be_channels, sizes)) else self.kwargs
+
     def image(self, height: int, width: int) -> Any:
         """What it is given for an image of this size."""
-        if self.on_meta and min(height, width) >= _SMALL:
+        if self.on_meta and not may_be_channels((height, width)):
             import torch
 
             return torch.empty((3, height, width), dtype=torch.uint8, device="meta")
         return black(height, width)
+
+
+def may_be_channels(size: Size) -> bool:
+    """Whether a processor may take a dimension of an image of this size for its channels: those of transformers 4 do
+    for a height of 1, which they then reject, and of 3, where height and width of the result are those of another."""
+    return min(size) < _SMALL
 
 
 def image_token_of(processor: Any) -> str:
@@ -86,7 +102,9 @@ def image_token_of(processor: Any) -> str:
     Raises:
         NotUnderstoodError: the processor names none.
     """
-    token = getattr(processor, "image_token", None)
+    # transformers 4 names there what stands for an image in ids.
+    of_gemma3 = any(kind.__name__ == "Gemma3Processor" for kind in type(processor).__mro__)
+    token = getattr(processor, "boi_token" if of_gemma3 else "image_token", None)
     if not isinstance(token, str) or not token:
         raise NotUnderstoodError(f"{type(processor).__name__} has no image_token")
     return token
@@ -114,7 +132,15 @@ def call(processor: Any, text: str, images: Sequence[Any], kwargs: Mapping[str, 
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and text.startswith(bos):
         more["add_special_tokens"] = False
-    return processor(text=[text], images=[list(images)] if images else None, **more, **kwargs)
+    more |= {"text": [text], "images": [list(images)] if images else None, **kwargs}
+    try:
+        return processor(**more)
+    except AttributeError:
+        # In transformers 4, those of LLaVA-NeXT, LLaVA-OneVision and Ovis2 take no lists, which their processors of
+        # images that need torchvision return unless asked for tensors.
+        if not images or "return_tensors" in kwargs:
+            raise
+        return processor(**more, return_tensors="pt")
 
 
 def ids_of(made: Any) -> list[int]:

@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuload.media.dry_run import DryRun, DryRunner, NotUnderstoodError, Size, call, ids_of, without_values
+from gpuload.media.dry_run import (
+    DryRun,
+    DryRunner,
+    NotUnderstoodError,
+    Size,
+    call,
+    ids_of,
+    may_be_channels,
+    without_values,
+)
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -118,7 +127,8 @@ class ImageRule:
 
     def learn(self, sizes: Iterable[Size]) -> None:
         """Finds the expansions of many sizes at once, by a closed form if there is one."""
-        new = sorted({(size,) for size in sizes} - self._known.keys() - self._errors.keys())
+        given = {(size,) for size in sizes if not may_be_channels(size)}
+        new = sorted(given - self._known.keys() - self._errors.keys())
         if self.by_row or not new:
             return
         if not self._looked and len(new) + len(self._known) > _FEWEST_PROBES:
@@ -129,9 +139,10 @@ class ImageRule:
 
     def ids(self, text: str, images: Sequence[Any]) -> list[int]:
         """The ids of a prompt whose images have the sizes of these, as the processor makes them in dry runs."""
+        sizes = [(each.height, each.width) for each in images]
         if self._run.on_meta:
-            images = [self._run.image(each.height, each.width) for each in images]
-        return ids_of(call(self._processor, text, images, self._run.kwargs))
+            images = [self._run.image(*size) for size in sizes]
+        return ids_of(call(self._processor, text, images, self._run.kwargs_for(sizes)))
 
     def _dry(self, sizes: tuple[Size, ...]) -> list[Expansion]:
         if sizes not in self._known:
@@ -288,9 +299,9 @@ def _runner(processor: Any, kwargs: Mapping[str, Any]) -> DryRunner:
     without the values of pixels."""
     on_black = DryRunner(processor, kwargs, False)
     image_processor = getattr(processor, "image_processor", None)
-    less = {**kwargs, **without_values(image_processor, kwargs)}
+    less = without_values(image_processor, kwargs)
     of_pillow = type(image_processor).__name__.endswith("Pil")
-    others = [DryRunner(processor, less, on_meta) for on_meta in (True, False) if not (on_meta and of_pillow)]
+    others = [DryRunner(processor, kwargs, on_meta, less) for on_meta in (True, False) if not (on_meta and of_pillow)]
     sizes = (_PROBES[1], _PROBES[3])
     wanted = [_shown(on_black([size])) for size in sizes]
     for other in others:

@@ -4,6 +4,7 @@ A second load opens no image. Images in the data itself are part of the digest o
 where the data's path led, and to have the size and the times of last change that it had when its header was read.
 """
 
+import copy
 import inspect
 import os
 import time
@@ -74,7 +75,7 @@ class ImageColumns:
             for part in self._parts()
         ]
         limits = [Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, formats()]
-        return [self._images, self._processor.to_json_string(), own, limits, *map(_version, _PACKAGES)]
+        return [self._images, as_json(self._processor), own, limits, *map(_version, _PACKAGES)]
 
     def reads(self, source: Source) -> list[str]:
         return [name for name in source.schema.names if name == self._images.image_key]
@@ -125,6 +126,26 @@ def _is_same(places: Places, given: str, path: str | None, *state: int | None) -
         return path is None
     except OSError:
         return False
+
+
+def as_json(processor: Any) -> str:
+    """The configuration of a processor and of its processor of images.
+
+    Raises:
+        TypeError: it is not plain data.
+    """
+    method = processor.to_json_string
+    if "legacy_serialization" not in inspect.signature(method).parameters:
+        return str(method())
+    # transformers 4 leaves the processor of images out unless asked for it, and copies the tokenizer for nothing, which
+    # takes half a second.
+    from transformers import PreTrainedTokenizerBase
+
+    bare = copy.copy(processor)
+    for name, part in list(vars(bare).items()):
+        if isinstance(part, PreTrainedTokenizerBase):
+            delattr(bare, name)
+    return str(bare.to_json_string(legacy_serialization=False))
 
 
 def _as_dict(given: Any) -> Any:

@@ -36,7 +36,7 @@ from gpuload.kinds.images.messages import problem_of_parts
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
 from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingKind, ImageTrainingReference
 from gpuload.kinds.training_reference import messages_in, own_arguments
-from gpuload.media.dry_run import DryRunner, NotUnderstoodError
+from gpuload.media.dry_run import DryRunner, NotUnderstoodError, image_token_of
 from gpuload.pipeline.kind import Finder
 from gpuload.reference.reference import Reference
 from gpuload.template.answers import Answers, has_blocks
@@ -79,7 +79,7 @@ class ImageChatReference(ImageTrainingReference, ChatReference):
         if not alone or self.loss_on == "all":
             return tokens
         (prompt,) = alone
-        ids = self.ids_of_text(prompt, images[: prompt.count(self.processor.image_token)])
+        ids = self.ids_of_text(prompt, images[: prompt.count(image_token_of(self.processor))])
         begin = common_prefix(ids, [token & int(IDS) for token in tokens])
         return [token & int(IDS) if k < begin else token for k, token in enumerate(tokens)]
 
@@ -156,7 +156,7 @@ class ImageChatEngine(ImageTrainingEngine, ChatEngine):
 
     def _bits(self, text: ImageText, texts: Sequence[str], marked: Any, ids: Any) -> tuple[Any, np.int32]:
         """The bits of the ids of marked texts, and those of tokens around them."""
-        token = self._reference.processor.image_token
+        token = image_token_of(self._reference.processor)
         stretches: list[tuple[int, int, int]] = []  # row, and bytes of what stands for an image
         moved: dict[
             int, tuple[Any, Any]

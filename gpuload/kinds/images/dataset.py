@@ -35,7 +35,8 @@ class ImageFacts:
         of_row: sizes of all images of a row → the same, one row for each image, where they depend on each other.
         type_ids: the name under which the processor says of each token whether it stands for an image, and the ids of
             those that do; None if it does not.
-        merge: see `positions.merge_of`.
+        image_ids: the ids of tokens that stand for images, for positions.
+        merge: see `positions.merge_of`; None also if these ids are not known.
     """
 
     key: str
@@ -43,6 +44,7 @@ class ImageFacts:
     of_size: Mapping[Any, Extras] = field(default_factory=dict)
     of_row: Mapping[Any, Sequence[Extras]] = field(default_factory=dict)
     type_ids: tuple[str, tuple[int, ...]] | None = None
+    image_ids: tuple[int, ...] = ()
     merge: int | None = None
 
     def extras(self, name: str, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
@@ -121,9 +123,8 @@ class ImageRows(Rows):
 
     def _positions(self, ids: torch.Tensor, mask: torch.Tensor, references: Sequence[Sequence[Any]]) -> torch.Tensor:
         """(3, B, L) positions of the tokens of some rows, if the model has such."""
-        assert self._facts.type_ids is not None
         assert self._facts.merge is not None
-        images = np.isin(ids.numpy(), self._facts.type_ids[1])
+        images = np.isin(ids.numpy(), self._facts.image_ids)
         grids = self._of_rows("image_grid_thw", references)
         return torch.from_numpy(rope_positions(images, mask.numpy() != 0, grids, self._facts.merge))
 

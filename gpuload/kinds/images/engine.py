@@ -20,7 +20,7 @@ from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
 from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_in
 from gpuload.kinds.images.reference import ProcessorReference
-from gpuload.media.dry_run import NotUnderstoodError, Size
+from gpuload.media.dry_run import NotUnderstoodError, Size, image_token_of
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
@@ -299,7 +299,7 @@ class ImageEngine(HostEngine):
                 plain, whole = (list(tokenizer("x", add_special_tokens=each)["input_ids"]) for each in (False, True))
                 at = next((k for k in range(len(whole)) if whole[k : k + len(plain)] == plain), 0)
                 self._added = (tuple(whole[:at]), tuple(whole[at + len(plain) :]))
-        return self._reference.processor.image_token, tokenizer.bos_token or "", self._added
+        return image_token_of(self._reference.processor), tokenizer.bos_token or "", self._added
 
     def _marked(self, text: str, images: Sequence[Expansion], token: str) -> str:
         """A text in which the marks of images stand in their places."""

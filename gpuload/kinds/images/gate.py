@@ -49,9 +49,8 @@ def type_ids(reference: Any, token: str) -> tuple[str, tuple[int, ...]] | None:
     None if it does not, or in another way."""
     processor = reference.processor
     made = call(processor, f"a {token} b", [black(112, 84)], reference.images.mm_processor_kwargs)
-    try:
-        wanted = tuple(int(each) for each in processor.image_token_ids if each is not None)
-    except Exception:
+    wanted = image_ids_of(processor)
+    if wanted is None:
         return None
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in made:
@@ -59,3 +58,13 @@ def type_ids(reference: Any, token: str) -> tuple[str, tuple[int, ...]] | None:
             expected = np.isin(ids_of(made), wanted).astype(int)
             return (name, wanted) if np.array_equal(np.asarray(found), expected) else None
     return None
+
+
+def image_ids_of(processor: Any) -> tuple[int, ...] | None:
+    """The ids of tokens that stand for images; None if the processor does not say."""
+    try:
+        found = getattr(processor, "image_token_ids", None)
+        found = [processor.image_token_id] if found is None else found  # transformers 4
+        return tuple(int(each) for each in found if each is not None)
+    except Exception:
+        return None

@@ -13,6 +13,7 @@ from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset
 from gpuload.kinds.images.engine import ImageEngine
+from gpuload.kinds.images.gate import image_ids_of
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
 from gpuload.kinds.images.positions import merge_of
@@ -113,11 +114,13 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
     rule = None if engine.by_prompt else engine.rule
     if rule is None:
         return ImageFacts(key)
-    merge = merge_of(engine.reference.processor) if engine.type_ids is not None else None
+    processor, types = engine.reference.processor, engine.type_ids
+    merge, ids = merge_of(processor), types[1] if types is not None else image_ids_of(processor)
+    of_tokens: Any = (types, ids or (), merge if ids else None)
     if rule.by_row:
         of_row = {some: [each.extras for each in rule.of(some)] for some in sizes if some}
         names = next((tuple(each[0]) for each in of_row.values()), ())
-        return ImageFacts(key, names, {}, of_row, engine.type_ids, merge)
+        return ImageFacts(key, names, {}, of_row, *of_tokens)
     rule.learn({size for some in sizes for size in some})
     of_size = {size: rule.of((size,))[0].extras for some in sizes for size in some}
-    return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, engine.type_ids, merge)
+    return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, *of_tokens)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from gpuload.core.errors import TokenizerError
-from gpuload.kinds.images.cached import ImageColumns
+from gpuload.kinds.images.cached import ImageColumns, as_json
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
@@ -164,7 +164,7 @@ def configuration_of(processor: Any) -> str:
     """The configuration of a processor; another text each time if it is not plain data, as where a method was
     replaced."""
     try:
-        return str(processor.to_json_string())
+        return as_json(processor)
     except TypeError:
         return f"unknown {next(_unknown)}"
 
