@@ -145,6 +145,7 @@ def test_masks_are_those_of_the_processor(name: str) -> None:
     assert learned > 50
 
 
+@pytest.mark.skipif(TRANSFORMERS_4, reason="whose processors make other masks of rows with images, see docs/images.md")
 def test_blocks_that_begin_and_end_inside_of_tokens() -> None:
     """Also such as are empty: transformers marks the token inside of which they are."""
     processor = copy.copy(processor_named("qwen2_5_vl"))
