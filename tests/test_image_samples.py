@@ -1,5 +1,6 @@
 """Rows with images that are compared with the processor: in full until one is equal, then as in dry runs."""
 
+import sys
 from typing import Any
 
 import pyarrow as pa
@@ -61,10 +62,12 @@ def test_the_first_row_of_a_processor_is_compared_in_full(processor: Any, calls:
 
 
 def test_dry_runs_that_do_nothing_less_confirm_nothing(processor: Any, calls: list[dict[str, Any]]) -> None:
-    """Then rows take as long as before, and the sample has all of its seconds."""
+    """Then rows take as long as before, and the sample has all of its seconds. Runs on tensors without memory, which
+    processors of torchvision allow, always do less."""
     load(processor, mm_processor_kwargs=WITHOUT)
     ((found, *_),) = engine._rules.values()
-    assert (found.runs_whole, found.confirmed) == (True, False)
+    on_meta = "torchvision" in sys.modules
+    assert (found.runs_whole, found.confirmed) == (not on_meta, on_meta)
     assert calls == [WITHOUT] * len(calls)
 
 
