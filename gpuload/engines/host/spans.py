@@ -116,6 +116,7 @@ class TokenSpans:
         start: Numbers,
         end: Numbers,
         bits: npt.NDArray[np.int32],
+        overlapping: bool = False,
     ) -> npt.NDArray[np.int32]:
         """Marks the tokens of k spans.
 
@@ -126,15 +127,16 @@ class TokenSpans:
             start: (k,) where each span begins, in bytes of the text's UTF-8; ascending within a text.
             end: (k,) where it ends. Spans begin and end between two characters, and do not overlap.
             bits: (k,) what the tokens of each span get.
+            overlapping: mark what overlaps them, whichever version of transformers is installed.
 
         Returns:
             (len(ids.values),) the bits of each token, 0 outside of spans. A token of two spans has those of the first.
         """
-        if self.overlapping:
-            return self.bits_of_overlapping(text, ids, rows, start, end, bits)
         if not len(rows):
             return np.zeros(len(ids.values), np.int32)
         self._check(ids)
+        if overlapping or self.overlapping:
+            return self._bits_of_overlapping(text, ids, rows, start, end, bits)
         first, last = np.full((2, len(rows)), -1, np.int64)
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
@@ -155,7 +157,7 @@ class TokenSpans:
             marks[tokens] = np.where(owner < 0, 0, bits[of][owner])
         return marks
 
-    def bits_of_overlapping(
+    def _bits_of_overlapping(
         self,
         text: pa.LargeStringArray,
         ids: Ragged,
@@ -164,11 +166,8 @@ class TokenSpans:
         end: Numbers,
         bits: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """As `bits`, for all tokens that overlap a span: as processors of images mark them, too."""
+        """As `bits`, for all tokens that overlap a span."""
         marks, fast = np.zeros(len(ids.values), np.int32), np.zeros(len(text), np.bool_)
-        if not len(rows):
-            return marks
-        self._check(ids)
         if self._search:
             fast, first, last = self._search.overlapping(text, ids, rows, start, end)
             some = np.flatnonzero(fast[rows] & (first <= last))

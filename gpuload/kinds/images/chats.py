@@ -195,9 +195,8 @@ class ImageChatEngine(ImageTrainingEngine, ChatEngine):
             some = slice(*np.searchsorted(rows, [row, row + 1]))
             for places in (start, end):
                 places[some] += gained[np.searchsorted(ends, places[some], side="right")]
-        if self._reference.answers is None or not has_blocks(self._reference.call.text()):
-            return self.spans.bits(marked, ids, rows, start, end, bits)
-        return self.spans.bits_of_overlapping(marked, ids, rows, start, end, bits)
+        blocks = self._reference.answers is not None and has_blocks(self._reference.call.text())
+        return self.spans.bits(marked, ids, rows, start, end, bits, overlapping=blocks)
 
 
 class ImageChatDataset(ImageRows, ChatDataset):
