@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError, SourceError
 from gpuload.sources.read import Source, bytes_of, first_rows, slices
 from gpuload.sources.types import as_readable
@@ -63,7 +64,7 @@ def open_frame(frame: Any, name: str) -> Source:
         return _open_cudf(frame, name)
     try:
         table = as_readable(_table_of(frame, kind))
-        table.slice(0, 1).take(pa.array(range(min(1, table.num_rows)), pa.int64()))  # Arrow cannot do so with all types
+        table.slice(0, 0).take(as_arrow([], pa.int64()))  # which Arrow cannot with all types
     except (pa.ArrowException, TypeError, ValueError) as error:
         said = ": ".join(map(str, error.args))
         raise DataError(
