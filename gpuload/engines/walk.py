@@ -288,8 +288,11 @@ def _object(row: pa.Array) -> Any:
 
 def _has_control_token(messages: Sequence[Any], searched: Collection[str], control: ControlTokens) -> bool:
     """Whether a text in some messages has the text of a control token; texts of some fields were searched before."""
-    values = [message.values() for message in messages]
-    if searched:
-        rest = (message.items() for message in messages)
-        values = [[value for name, value in each if not (name in searched and isinstance(value, str))] for each in rest]
-    return control.found_in([value for some in values for value in some])
+    return control.found_in(
+        [
+            value
+            for message in messages
+            for name, value in message.items()
+            if not (name in searched and isinstance(value, str))
+        ]
+    )

@@ -114,13 +114,13 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
     rule = None if engine.by_prompt else engine.rule
     if rule is None:
         return ImageFacts(key)
-    processor, types = engine.reference.processor, engine.type_ids
-    merge, ids = merge_of(processor), types[1] if types is not None else image_ids_of(processor)
-    of_tokens: Any = (types, ids or (), merge if ids else None)
+    processor = engine.reference.processor
+    ids = image_ids_of(processor) or ()
+    facts = ImageFacts(key, type_ids=engine.type_ids, image_ids=ids, merge=merge_of(processor) if ids else None)
     if rule.by_row:
         of_row = {some: [each.extras for each in rule.of(some)] for some in sizes if some}
         names = next((tuple(each[0]) for each in of_row.values()), ())
-        return ImageFacts(key, names, {}, of_row, *of_tokens)
+        return replace(facts, names=names, of_row=of_row)
     rule.learn({size for some in sizes for size in some})
     of_size = {size: rule.of((size,))[0].extras for some in sizes for size in some}
-    return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, *of_tokens)
+    return replace(facts, names=next((tuple(each) for each in of_size.values()), ()), of_size=of_size)
