@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from gpuload.core.errors import DeviceError
 from gpuload.engines.device import cubins, kernels
@@ -45,10 +46,11 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return f"{name} of {'a file' if 'path' in self.given else 'source'}"
 
     def device(number: int) -> Any:
-        return nullcontext(SimpleNamespace(compute_capability=fake.capability))
+        return SimpleNamespace(compute_capability=fake.capability)
 
     cuda = SimpleNamespace(Device=device, driver=SimpleNamespace(CUDADriverError=DriverError))
     fake = SimpleNamespace(cuda=cuda, RawModule=RawModule, made=made, capability="90", broken=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(kernels, "load_cupy", lambda: fake)
     kernels._functions.cache_clear()
     yield fake

@@ -59,22 +59,15 @@ class Driver(Memory):
         self.launched: set[str] = set()
         null = SimpleNamespace(synchronize=self.check)
         stream = type("Stream", (), {"__enter__": lambda s: s, "__exit__": lambda *_: None})
-        stream.synchronize, stream.null = lambda s: self.check(), self.entered(null)  # type: ignore[attr-defined]
+        stream.synchronize = lambda s: self.check()  # type: ignore[attr-defined]
         self.cuda = SimpleNamespace(
-            Device=lambda number: self,
             Stream=lambda **_: stream(),
             PythonFunctionAllocator=lambda *_: SimpleNamespace(malloc="torch's"),
             using_allocator=lambda allocator: nullcontext(),
             get_current_stream=lambda: null,
             runtime=self,
         )
-        self.cuda.Stream.null = stream.null  # type: ignore[attr-defined]
-
-    @staticmethod
-    def entered(what: Any) -> Any:
-        made = nullcontext(what)
-        made.synchronize = what.synchronize  # type: ignore[attr-defined]
-        return made
+        self.cuda.Stream.null = nullcontext()  # type: ignore[attr-defined]
 
     def check(self) -> None:
         if self.broken:
@@ -88,9 +81,9 @@ class Driver(Memory):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def synchronize(self) -> None:
+    def deviceSynchronize(self) -> None:  # noqa: N802
         self.check()
-        super().synchronize()
+        super().deviceSynchronize()
 
     def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
         return 4 << 30, 8 << 30
@@ -139,6 +132,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda number: made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda number: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(cuda.importlib.util, "find_spec", found)
     monkeypatch.setitem(sys.modules, "rmm", made)

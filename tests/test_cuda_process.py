@@ -14,7 +14,7 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DeviceError
-from gpuload.engines.device import cuda
+from gpuload.engines.device import cuda, present
 from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.shared import SharedTables, ThreadStreams
@@ -40,6 +40,23 @@ def test_the_current_gpu_of_torch_counts_more_than_the_rank(monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert number_of("cuda") == 2
+
+
+def test_a_rank_stays_on_its_gpu_after_torch_has_initialized_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialized, current = False, 0
+    monkeypatch.setattr(present, "_BY_RANK", set())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    initialized = True
+    assert number_of("cuda") == 0  # torch was there before any load
+    initialized = False
+    assert number_of("cuda") == 3
+    initialized = True
+    assert number_of("cuda") == 3  # nobody has chosen one for torch
+    current = 2
     assert number_of("cuda") == 2
 
 
@@ -102,13 +119,15 @@ class Cuda:
 
     def __init__(self) -> None:
         self.happened: list[str] = []
-        self.Stream.null = self.Stream(self, "null")  # type: ignore[attr-defined]
+        self.runtime = SimpleNamespace(
+            deviceSynchronize=lambda: self.note("waits for all"), CUDARuntimeError=RuntimeError
+        )
 
     def note(self, what: str) -> None:
         self.happened.append(f"{threading.current_thread().name}: {what}")
 
     @contextmanager
-    def Device(self, number: int) -> Iterator[None]:  # noqa: N802
+    def on_gpu(self, number: int) -> Iterator[None]:
         self.note(f"on {number}")
         yield
 
@@ -138,6 +157,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
     pytest.importorskip("rmm")
     made: Any = object.__new__(CudaKernels)
     made.xp, made._number, made._loading, made._torchs = SimpleNamespace(cuda=Cuda()), 3, None, "torch"
+    monkeypatch.setattr(torch.cuda, "device", made.xp.cuda.on_gpu)
     names = iter(["first", "second"])
     made._streams = ThreadStreams(lambda: made.xp.cuda.Stream(made.xp.cuda, next(names)))
     monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_: nullcontext(600)))
@@ -165,11 +185,64 @@ def test_each_thread_of_a_load_has_a_stream_and_waits_for_it(kernels: CudaKernel
     one = ["on 3", "enters second", "allocates by rmm_cupy_allocator"], ["waits for second", "leaves second"]
     stages = [*(f"stage: {what}" for what in one[0]), "works", *(f"stage: {what}" for what in one[1])]
     assert happened == [
-        *(f"MainThread: {what}" for what in ["on 3", "waits for null", *entered]),
+        *(f"MainThread: {what}" for what in ["on 3", "waits for all", *entered]),
         *stages,
         *stages,
         *(f"MainThread: {what}" for what in [*entered, *left, *left]),
     ]
+
+
+class Driver:
+    """The current GPU of each thread, and the GPUs on which the process has a context, as CUDA 12 and 13 have them."""
+
+    def __init__(self) -> None:
+        self._current = threading.local()
+        self.contexts: set[int] = set()
+
+    @property
+    def current(self) -> int:
+        return getattr(self._current, "number", 0)
+
+    def set(self, number: int) -> None:
+        self._current.number = number
+        self.contexts.add(number)
+
+    @contextmanager
+    def device(self, number: int) -> Iterator[None]:
+        """As `torch.cuda.device`: it returns only to a GPU with a context."""
+        before = self.current
+        self.set(number)
+        yield
+        if before in self.contexts:
+            self.set(before)
+
+    @contextmanager
+    def Device(self, number: int) -> Iterator[None]:  # noqa: N802
+        """As CuPy's: it returns in any case."""
+        before = self.current
+        self.set(number)
+        yield
+        self.set(before)
+
+
+def test_no_thread_of_a_load_makes_a_context_on_another_gpu(
+    kernels: CudaKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "device", driver.device)
+    kernels.xp.cuda.Device = driver.Device
+
+    def stage() -> None:
+        for _ in range(2):
+            with kernels.current():
+                assert driver.current == 3
+
+    with kernels.loading():
+        thread = threading.Thread(target=stage)
+        thread.start()
+        thread.join()
+        assert kernels.lost() is None
+    assert driver.contexts == {3}
 
 
 def test_after_a_load_torchs_stream_is_used_without_a_wait(kernels: CudaKernels) -> None:
@@ -195,7 +268,7 @@ def test_ids_may_use_the_memory_that_the_limit_leaves(monkeypatch: pytest.Monkey
             assert kernels.ids_limit == left
 
 
-def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:
+def test_host_memory_is_pinned_in_place_until_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, int] = {}
 
     def register(address: int, nbytes: int, flags: int) -> None:
@@ -210,21 +283,15 @@ def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:
         waits.pop()
         del pinned[address]
 
-    class Device:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def synchronize(self) -> None:
-            waits.append(self.number)
-
-    runtime = SimpleNamespace(hostRegister=register, hostUnregister=unregister, CUDARuntimeError=RuntimeError)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    runtime = SimpleNamespace(
+        hostRegister=register,
+        hostUnregister=unregister,
+        deviceSynchronize=lambda: waits.append(0),
+        CUDARuntimeError=RuntimeError,
+    )
     kernels: Any = object.__new__(DeviceKernels)
-    kernels.xp, kernels._number = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=Device)), 0
+    kernels.xp, kernels._number = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), 0
     rows = [host_store([Ragged.from_lists([[1, 2], [3]])], None) for _ in range(2)]
     addresses = [kernels.pinned(some.values) for some in rows]
     assert pinned == dict.fromkeys(addresses, 12)
@@ -254,17 +321,13 @@ class Memory:
             CudaAsyncViewMemoryResource=self.view,
             LimitingResourceAdaptor=lambda view, limit: f"{view} up to {limit}",
         )
-        self.cuda = SimpleNamespace(Device=self.device, runtime=self)
-
-    @contextmanager
-    def device(self, number: int) -> Iterator[Any]:
-        yield self
+        self.cuda = SimpleNamespace(runtime=self)
 
     def view(self, pool: Any) -> str:
         self.handle = pool
         return f"pool {int(pool)}"
 
-    def synchronize(self) -> None:
+    def deviceSynchronize(self) -> None:  # noqa: N802
         self.happened.append("wait")
 
     def get_default_pinned_memory_pool(self) -> Any:
@@ -286,6 +349,7 @@ class Memory:
 
 def test_a_process_has_one_pool_for_all_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, pools = Memory(), Pools()
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setitem(sys.modules, "rmm", memory)
     monkeypatch.setattr(cuda, "_HANDLES", {})
     emptied = ["wait", "free pinned", "77: threshold 0", "77: trim to 0"]
@@ -303,6 +367,7 @@ def test_a_process_has_one_pool_for_all_loads(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rmm_takes_the_handle_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     rmm, memory = pytest.importorskip("rmm"), Memory()
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(cuda, "_HANDLES", {})
     monkeypatch.setitem(sys.modules, "rmm", memory)
     kernels: Any = object.__new__(CudaKernels)
@@ -318,6 +383,7 @@ def test_memory_of_ids_is_taken_back_from_the_pool(monkeypatch: pytest.MonkeyPat
         status = 2
 
     memory, most = Memory(), 1
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
     class Alone:
         def __init__(self, size: int) -> None:

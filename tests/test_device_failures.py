@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,7 @@ def test_a_context_may_be_lost_behind_an_error_of_the_data(
 def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     memory = Memory()
     monkeypatch.setitem(sys.modules, "rmm", memory)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("cudaErrorIllegalAddress")
@@ -171,9 +173,10 @@ def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: 
     kernels.xp, kernels._number, kernels._limit = memory, 3, 1 << 30
     with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(3, kernels._install_pool):  # noqa: PT012
         assert memory.resources == {3: f"pool 77 up to {1 << 30}"}
-        memory.synchronize = fail  # type: ignore[method-assign]
         if what == "device":
-            memory.cuda.Device = fail
+            monkeypatch.setattr(torch.cuda, "device", fail)
+        else:
+            memory.deviceSynchronize = fail  # type: ignore[method-assign]
     assert memory.resources == {3: "the user's"}
 
 
@@ -183,18 +186,10 @@ class Driver:
     class CUDARuntimeError(RuntimeError): ...
 
     def __init__(self, fails: bool) -> None:
-        runtime = SimpleNamespace(CUDARuntimeError=self.CUDARuntimeError)
+        runtime = SimpleNamespace(CUDARuntimeError=self.CUDARuntimeError, deviceSynchronize=self._wait)
         stream = SimpleNamespace(synchronize=self._wait)
         self.fails, self.waits, self.ndarray, self.__name__ = fails, 0, np.ndarray, "numpy"
-        self.cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream, Device=lambda number: self)
-
-    def __enter__(self) -> Driver:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None:
-        self._wait()
+        self.cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)
 
     def _wait(self) -> None:
         self.waits += 1
@@ -236,7 +231,8 @@ def test_a_launch_that_fails_at_once_is_named_too(monkeypatch: pytest.MonkeyPatc
         kernels.run("copy_pieces", 80, *arguments)
 
 
-def test_the_context_is_asked_whether_it_works() -> None:
+def test_the_context_is_asked_whether_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     assert driven(fails=False).lost() is None
     assert "IllegalAddress" in driven(fails=True).lost()
 

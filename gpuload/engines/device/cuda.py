@@ -55,7 +55,7 @@ from gpuload.core.options import TokensOn
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader
-from gpuload.engines.device.kernels import DeviceKernels, Kernels
+from gpuload.engines.device.kernels import DeviceKernels, Kernels, on_gpu
 from gpuload.engines.device.parts import MISREAD, arrow_prompts, chunk_sizes
 from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.shared import ThreadStreams
@@ -258,8 +258,9 @@ class CudaKernels(DeviceKernels):
         with _POOLS.use(self._number, self._install_pool) as limit:
             self.chunk_bytes = min(limit // 8, max(_CHUNK, min(_MOST_CHUNK, limit // 32)))
             self.ids_limit = max(0, self._free() - limit)
-            with self.xp.cuda.Device(self._number):
-                self.xp.cuda.Stream.null.synchronize()  # the columns of a `cudf.DataFrame` may be work in progress
+            with on_gpu(self._number):
+                # The columns of a `cudf.DataFrame` may be work in progress, on whichever streams.
+                self.xp.cuda.runtime.deviceSynchronize()
             self._loading = rmm_cupy_allocator
             try:
                 with self.current():
@@ -270,7 +271,7 @@ class CudaKernels(DeviceKernels):
 
     def _free(self) -> int:
         """Bytes of free device memory."""
-        with self.xp.cuda.Device(self._number):
+        with on_gpu(self._number):
             return int(self.xp.cuda.runtime.memGetInfo()[0])
 
     def _install_pool(self) -> tuple[int, Callable[[], None]]:
@@ -279,7 +280,7 @@ class CudaKernels(DeviceKernels):
         from cuda.bindings.runtime import cudaMemPool_t  # RMM needs this package
 
         runtime, resource = self.xp.cuda.runtime, rmm.mr
-        with self.xp.cuda.Device(self._number):
+        with on_gpu(self._number):
             limit = self._limit or self._free() // 2
             before = resource.get_per_device_resource(self._number)
             if self._number not in _HANDLES:
@@ -297,8 +298,8 @@ class CudaKernels(DeviceKernels):
 
         def remove() -> None:
             try:
-                with self.xp.cuda.Device(self._number) as device:
-                    device.synchronize()  # memory is freed in the order of its stream
+                with on_gpu(self._number):
+                    runtime.deviceSynchronize()  # memory is freed in the order of its stream
                     self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
                     runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, 0)  # of what comes later
                     runtime.memPoolTrimTo(pool, 0)
@@ -312,7 +313,7 @@ class CudaKernels(DeviceKernels):
         if self._loading is None:
             stack.enter_context(super().current())
         else:  # whatever this thread's current torch stream is
-            stack.enter_context(cuda.Device(self._number))
+            stack.enter_context(on_gpu(self._number))
             stack.enter_context(self._streams.current())
         stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
@@ -325,8 +326,8 @@ class CudaKernels(DeviceKernels):
         except cuda.runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY or self._number not in _HANDLES:
                 raise
-        with cuda.Device(self._number) as device:
-            device.synchronize()  # memory is freed in the order of its stream
+        with on_gpu(self._number):
+            cuda.runtime.deviceSynchronize()  # memory is freed in the order of its stream
         cuda.runtime.memPoolTrimTo(_HANDLES[self._number], 0)
         return cuda.MemoryPointer(cuda.Memory(size), 0)
 

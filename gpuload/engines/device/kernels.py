@@ -193,6 +193,18 @@ def load_cupy() -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
+def on_gpu(number: int) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one of this thread, in a block.
+
+    CuPy's own block returns to the GPU before with `cudaSetDevice`, which since CUDA 12 makes a context there: on GPU 0
+    for each rank, because 0 is the first current GPU of every thread. That takes memory from the rank whose GPU it is,
+    and is an error in exclusive-process mode. torch returns only to a GPU on which this process has a context.
+    """
+    import torch
+
+    return torch.cuda.device(number)
+
+
 def writable(directory: Path) -> bool:
     """Return whether files can be made in a directory, which is made if it is missing."""
     try:
@@ -216,8 +228,8 @@ machine_code: dict[int, str] = {}
 def _functions(number: int) -> Callable[[str], Any]:
     """The kernels of a GPU by name, loaded once per process: from machine code that was shipped, or else compiled."""
     cupy = load_cupy()
-    with cupy.cuda.Device(number) as device:
-        if not waits_for_each() and (file := shipped(device.compute_capability)) is not None:
+    with on_gpu(number):
+        if not waits_for_each() and (file := shipped(cupy.cuda.Device(number).compute_capability)) is not None:
             get = cupy.RawModule(path=str(file)).get_function
             try:
                 get(next(iter(signatures())))
@@ -243,9 +255,9 @@ def _unpin(xp: Any, number: int, address: int) -> None:
     """Unpin host memory that is about to be freed. A batch that nobody waited for, because its loader was left early,
     may still read it."""
     runtime = xp.cuda.runtime
-    with suppress(runtime.CUDARuntimeError):  # of a context that is lost, or gone with the process
-        with xp.cuda.Device(number) as device:
-            device.synchronize()
+    with suppress(RuntimeError):  # of a context that is lost, or gone with the process
+        with on_gpu(number):
+            runtime.deviceSynchronize()
         runtime.hostUnregister(address)
 
 
@@ -279,7 +291,7 @@ class DeviceKernels(Kernels):
         import torch
 
         cuda, stack, stream = self.xp.cuda, ExitStack(), torch.cuda.current_stream(self._number)
-        stack.enter_context(cuda.Device(self._number))
+        stack.enter_context(on_gpu(self._number))
         if not stream.cuda_stream:
             stack.enter_context(cuda.Stream.null)
         elif hasattr(stream, "__cuda_stream__"):
@@ -323,9 +335,9 @@ class DeviceKernels(Kernels):
 
     def lost(self) -> str | None:
         try:
-            with self.xp.cuda.Device(self._number) as device:
-                device.synchronize()
-        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            with on_gpu(self._number):
+                self.xp.cuda.runtime.deviceSynchronize()
+        except RuntimeError as error:  # of CuPy or of torch
             return str(error)
         return None
 

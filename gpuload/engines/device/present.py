@@ -26,15 +26,23 @@ def number_of(device: str) -> int:
     """The number of the GPU that "auto", "cuda" or "cuda:N" names.
 
     Without a number it is torch's current one. Before torch has initialized CUDA, a launcher's `LOCAL_RANK` says which
-    GPU the process is about to use, unless the process sees fewer GPUs: then each has been given its own.
+    GPU the process is about to use, unless the process sees fewer GPUs: then each has been given its own. Later loads
+    use the same one until somebody has chosen another for torch, whose first one is 0.
     """
     _, _, number = device.partition(":")
     if number:
         return int(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.current_device()
+        return torch.cuda.current_device() or next(iter(_BY_RANK), 0)
     rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdigit() and int(rank) < torch.cuda.device_count() else 0
+    if rank.isdigit() and int(rank) < torch.cuda.device_count():
+        _BY_RANK.add(int(rank))
+        return int(rank)
+    return 0
+
+
+_BY_RANK: set[int] = set()
+"""The GPU that `LOCAL_RANK` has named in this process."""
 
 
 def _has_gpu() -> bool:

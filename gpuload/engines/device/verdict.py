@@ -29,7 +29,7 @@ from gpuload._version import __version__
 from gpuload.core.files import cache_root, locked, replacing
 from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import source
-from gpuload.engines.device.kernels import load_cupy
+from gpuload.engines.device.kernels import load_cupy, on_gpu
 
 LIMIT = 600.0  # seconds for all known answers, which include the compilation of the kernels
 WRONG = 3  # the exit status of a step that found wrong results
@@ -87,7 +87,8 @@ def alone() -> Iterator[None]:
 def described(number: int) -> dict[str, Any]:
     """What a verdict is about. Initializes CUDA."""
     cupy = load_cupy()
-    shipped_code = shipped(cupy.cuda.Device(number).compute_capability)
+    with on_gpu(number):
+        shipped_code = shipped(cupy.cuda.Device(number).compute_capability)
     runtime, name = cupy.cuda.runtime, cupy.cuda.runtime.getDeviceProperties(number)["name"]
     return {
         "gpu": name.decode() if isinstance(name, bytes) else str(name),
