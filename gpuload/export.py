@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from gpuload._version import __version__
+from gpuload.core.arrow import without_rows
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.core.files import PartialDirectory, exchanged
 from gpuload.dataset.indexed import write_packs, write_rows
@@ -37,6 +38,8 @@ from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.packing import pack
 from gpuload.packing.packs import Packing
 from gpuload.sources.footer import LEAST_GROUP_BYTES, rows_of_group
+from gpuload.sources.frames import no_bars_of_datasets
+from gpuload.sources.types import with_types
 
 _ABOUT = "gpuload.json"
 _PAGE_BYTES = 1 << 20
@@ -246,12 +249,9 @@ def _save_empty(schemas: Mapping[str, pa.Schema], digests: Mapping[str, str], ma
     `datasets` caches what is made of a dataset under its fingerprint: `digests` of the rows.
     """
     empty = {
-        name: datasets.Dataset(schema.empty_table(), fingerprint=digests[name]) for name, schema in schemas.items()
+        name: datasets.Dataset(without_rows(schema), fingerprint=digests[name]) for name, schema in schemas.items()
     }
-    with ExitStack() as stack:
-        if not datasets.are_progress_bars_disabled():
-            datasets.disable_progress_bars()
-            stack.callback(datasets.enable_progress_bars)
+    with no_bars_of_datasets():
         datasets.DatasetDict(empty).save_to_disk(str(made), num_shards=dict.fromkeys(empty, 1))
 
 
@@ -267,7 +267,7 @@ def _write_rows(
         bar = stack.enter_context(_bar(parquet.name, progress))
         waiting: list[pa.Table] = []
         for batch in reader:
-            waiting.append(pa.Table.from_batches([batch]).cast(schema))
+            waiting.append(with_types(pa.Table.from_batches([batch]), schema))
             stream.write_table(waiting[-1])
             written += batch.num_rows
             bar.update(batch.num_rows)

@@ -35,6 +35,9 @@ class Polars:
 
     columns = TABLE.column_names
 
+    def __init__(self, schema: dict[str, str] | None = None) -> None:
+        self.schema = schema or {}
+
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
         return TABLE.__arrow_c_stream__(requested_schema)
 
@@ -160,9 +163,14 @@ def test_what_is_no_frame(load: Callable[..., Any], qwen: Any, given: Any, messa
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (pd.DataFrame({"prompt": CONTENTS, "n": [1, "a", None]}), r"DataFrame: a column cannot be converted to Arrow"),
+        (
+            pd.DataFrame({"prompt": CONTENTS, "n": [1, "a", None]}),
+            r"column .n. cannot be converted to Arrow",
+        ),
         (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), "Duplicate column names found"),
         (pd.DataFrame({"prompt": CONTENTS, "image": [object()] * 3}), r"converted to Arrow .*column image"),
+        (pd.DataFrame({"prompt": ["a"], "n": pd.Series([2**63], dtype=object)}), "column .n. cannot be .*too large"),
+        (Polars({"prompt": "String", "n": "Object"}), "cannot be converted to Arrow .column .n. has Python objects"),
         (pa.table([["a"], ["b"]], ["prompt", "prompt"]), "two columns have the name 'prompt'"),
         (DATA.select([]), "Dataset: no rows"),
     ],
@@ -184,5 +192,54 @@ def test_files_are_no_frame() -> None:
 
 def test_columns_of_which_arrow_takes_no_rows_are_named(qwen: Any) -> None:
     runs = pa.RunEndEncodedArray.from_arrays([2], ["x"])
-    with pytest.raises(DataError, match="a column cannot be converted to Arrow .*run_end_encoded.*drop it"):
+    with pytest.raises(DataError, match="column .runs. cannot be converted to Arrow .*run_end_encoded.*drop it"):
         gpuload.load(pa.table({"prompt": ["a", "b"], "runs": runs}), qwen)
+
+
+NULLS = [
+    pa.array([{"a": None, "b": row} for row in range(40)], pa.struct([("a", pa.null()), ("b", pa.int64())])),
+    pa.array([[None] * (row % 3) for row in range(40)], pa.list_(pa.null())),
+    pa.array([[None] * (row % 3) for row in range(40)], pa.list_view(pa.null())),
+]
+
+
+@pytest.mark.parametrize("nulls", NULLS, ids=lambda each: str(each.type))
+def test_slices_of_nested_nulls_next_to_views(qwen: Any, nulls: Any) -> None:
+    table = pa.table({"prompt": pa.array([f"p{row}" for row in range(40)], pa.string_view()), "extra": nulls})
+    for some in (table.slice(25, 10), table.slice(3)):
+        found = gpuload.load(some, qwen)
+        assert [found[row]["extra"] for row in range(len(found))] == some["extra"].to_pylist()
+
+
+def test_lists_of_nulls_are_stored(qwen: Any, tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "nulls": pa.array([[None, None], [None]], pa.list_(pa.null()))})
+    gpuload.save_to_disk({"train": gpuload.load_chats(table, qwen)}, tmp_path / "made")
+    stored = datasets.load_from_disk(str(tmp_path / "made"))["train"]
+    assert stored["nulls"][:] == [[None, None], [None]]
+
+
+def test_types_of_users_inside_of_lists(qwen: Any) -> None:
+    ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16] * 3, pa.binary(16)))
+    table = pa.table({"text": ["a", "b"], "ids": pa.ListArray.from_arrays(pa.array([0, 1, 3], pa.int32()), ids)})
+    found = gpuload.load_chats(table, qwen).to_arrow().read_all()
+    assert found["ids"].to_pylist() == table["ids"].to_pylist()
+
+
+def test_a_shuffled_dataset_whose_cache_cannot_be_written(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flatten = datasets.Dataset.flatten_indices
+
+    def full(self: Any, keep_in_memory: bool = False, **more: Any) -> Any:
+        if not keep_in_memory:
+            raise OSError(30, "Read-only file system")
+        return flatten(self, keep_in_memory=keep_in_memory, **more)
+
+    expected = [TABLE["n"].to_pylist()[row] for row in (2, 0)]
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(datasets.Dataset, "flatten_indices", full)
+        found = gpuload.load(DATA.select([2, 0]), qwen, progress=False)
+        assert [row["n"] for row in found[:]] == expected
+    assert "Flattening" not in capsys.readouterr().err
+    assert not datasets.are_progress_bars_disabled()

@@ -18,6 +18,7 @@ import pyarrow as pa
 from gpuload.cache.block_file import BlockFile, BlockWriter, Gone
 from gpuload.cache.gather import MappedTables
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.arrow import without_rows
 from gpuload.sources.columns import Columns
 
 PART_BYTES = 32 << 20
@@ -54,7 +55,7 @@ class ColumnFile(BlockFile):
         """One of the tables; a `StoreError` if it has been damaged."""
         _, schema = self.parts[number]
         if not schema:
-            return schema.empty_table()
+            return without_rows(schema)
         if number not in self._tables:
             with pa.ipc.open_stream(self.block(number)) as reader:
                 self._tables[number] = reader.read_all()

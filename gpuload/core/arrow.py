@@ -35,6 +35,11 @@ def as_arrow(values: Any, kind: pa.DataType | None = None) -> Any:
     return pa.array(values, kind) if made is None else made
 
 
+def without_rows(schema: pa.Schema) -> pa.Table:
+    """A table with these columns and no rows; Arrow's `empty_table` knows no extension types inside of others."""
+    return pa.Table.from_batches([], schema=schema)
+
+
 def as_scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
     """`pa.scalar(value, kind)`."""
     return as_arrow([value], kind)[0]

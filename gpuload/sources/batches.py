@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
 from gpuload.sources.footer import is_of
-from gpuload.sources.types import as_readable, is_list, is_text, without_views
+from gpuload.sources.types import as_readable, is_list, is_text, with_types, without_views
 
 BATCH_ROWS = 8192
 BATCH_BYTES = 1 << 23
@@ -126,7 +126,7 @@ def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns:
     stored = pa.schema([parquet.schema_arrow.field(name) for name in columns])
     with reopen(metadata=parquet.metadata, read_dictionary=repeated) as encoded:
         for table in _tables(encoded, group, columns, step):
-            for part, _ in _halves(table.cast(without_views(table.schema))):
+            for part, _ in _halves(with_types(table, without_views(table.schema))):
                 # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
                 yield as_readable(part.take(as_arrow(np.arange(part.num_rows))), stored)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrow import as_arrow
+from gpuload.core.arrow import as_arrow, without_rows
 from gpuload.core.errors import DataError
 from gpuload.sources.digest import column_digests
 from gpuload.sources.python import to_objects
@@ -94,7 +94,7 @@ class Columns:
     def take_table(self, rows: np.ndarray[Any, Any], schema: pa.Schema) -> pa.Table:
         """The given rows (m,) as one Arrow table, with at least one column of `promoted_schema`; null in rows whose
         file does not have it."""
-        slots, tables = [np.zeros(0, np.int64)], [schema.empty_table()]
+        slots, tables = [np.zeros(0, np.int64)], [without_rows(schema)]
         for some, picked in self._picked(rows, schema.names):
             slots.append(some)
             # A table without columns does not know how many rows it has.

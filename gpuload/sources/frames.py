@@ -1,6 +1,7 @@
 """Frames in memory → Arrow tables of some thousand rows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,12 +64,11 @@ def open_frame(frame: Any, name: str) -> Source:
     if kind == "cudf.DataFrame":
         return _open_cudf(frame, name)
     try:
-        table = as_readable(_table_of(frame, kind))
-        table.slice(0, 0).take(as_arrow([], pa.int64()))  # which Arrow cannot with all types
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        said = ": ".join(map(str, error.args))
+        table = _converted(_table_of(frame, kind))
+    except _WRONG as error:
+        said, column = ": ".join(map(str, error.args)), _wrong_column(frame, kind)
         raise DataError(
-            f"{name}: a column cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
+            f"{name}: {column} cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
         ) from error
     return Source(
         name,
@@ -81,18 +81,73 @@ def open_frame(frame: Any, name: str) -> Source:
     )
 
 
+_WRONG = (pa.ArrowException, OverflowError, TypeError, ValueError)
+
+
+def _converted(table: pa.Table) -> pa.Table:
+    table = as_readable(table)
+    table.slice(0, 0).take(as_arrow([], pa.int64()))  # which Arrow cannot with all types
+    return table
+
+
+def _wrong_column(frame: Any, kind: str | None) -> str:
+    """Which column is the first one that cannot be converted."""
+    pandas = kind == "pandas.DataFrame"
+    try:
+        whole = frame if pandas else _table_of(frame, kind)
+        names = list(whole.columns) if pandas else whole.schema.names
+        for at, name in enumerate(names):
+            try:
+                _converted(_table_of(frame.iloc[:, [at]], kind) if pandas else whole.select([at]))
+            except _WRONG:
+                return f"column {name!r}"
+    except _WRONG:  # no column at all
+        pass
+    return "a column"
+
+
 def _table_of(frame: Any, kind: str | None) -> pa.Table:
     if kind == "pandas.DataFrame":
         return pa.Table.from_pandas(frame, preserve_index=False)
     if kind == "pyarrow.RecordBatch":
         return pa.Table.from_batches([frame])
+    if kind == "arrow" and (own := next((n for n, each in _types_of(frame) if str(each) == "Object"), None)):
+        raise TypeError(f"column {own!r} has Python objects")
     if kind != "datasets.Dataset":
         return frame if kind == "pyarrow.Table" else pa.table(frame)
     # One that was filtered or shuffled is its table and a list of row numbers.
     frame = frame.with_format(None)
-    if getattr(frame, "_indices", None) is not None:
-        frame = frame.flatten_indices()
-    return frame.data.table
+    return (frame if getattr(frame, "_indices", None) is None else _flattened(frame)).data.table
+
+
+def _types_of(frame: Any) -> Iterable[tuple[str, Any]]:
+    """The columns of a `polars.DataFrame` and their types; it exports Python objects as their addresses."""
+    schema = getattr(frame, "schema", None)
+    return schema.items() if isinstance(schema, Mapping) else ()
+
+
+def _flattened(frame: Any) -> Any:
+    """A `datasets.Dataset` whose rows are in its table. `datasets` keeps them in its cache, or, where that cannot be
+    written, in memory."""
+    with no_bars_of_datasets():
+        try:
+            return frame.flatten_indices()
+        except OSError:
+            return frame.flatten_indices(keep_in_memory=True)
+
+
+@contextmanager
+def no_bars_of_datasets() -> Iterator[None]:
+    """`datasets` shows no progress."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _open_cudf(frame: Any, name: str) -> Source:

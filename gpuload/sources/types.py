@@ -104,7 +104,15 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
             except (RecursionError, ValueError) as error:
                 raise pa.ArrowInvalid(f"column {old.name!r}: {error}") from error
             table = table.set_column(at, new, as_json(values))
-    return table if schema.equals(table.schema) else table.cast(schema)
+    return table if schema.equals(table.schema) else with_types(table, schema)
+
+
+def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """A table with the types of a schema, which has the same columns. Only columns of other types are cast: of slices
+    of nested nulls, Arrow's cast makes invalid arrays."""
+    columns = zip(table.columns, schema.types, strict=True)
+    cast = [column if column.type == kind else column.cast(kind) for column, kind in columns]
+    return pa.Table.from_arrays(cast, schema=schema)
 
 
 def _parser(kind: pa.DataType) -> Callable[[Any], Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrow import as_numpy
+from gpuload.core.arrow import as_numpy, without_rows
 from gpuload.core.errors import GpuloadError, NoRowsError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -98,7 +98,7 @@ class Tokenizing:
         prompts = self.work.kind.column(source, options, self.reference)
         dataset, report = self.load(prompts, options)
         if dataset is None:
-            return schema.empty_table(), report
+            return without_rows(schema), report
         return pa.Table.from_batches(list(self._rows(dataset, part)), schema), report
 
     def _rows(self, dataset: Any, part: FilePart) -> Iterator[pa.RecordBatch]:
@@ -119,7 +119,7 @@ def conformed(batch: pa.RecordBatch, more: dict[str, pa.Array], schema: pa.Schem
     they have, too, or in the place of their own."""
     there = dict(zip(batch.schema.names, batch.columns, strict=True)) | more
     table = pa.table({name: column for name, column in there.items() if name in schema.names})
-    promoted = pa.concat_tables([schema.empty_table(), table], promote_options="permissive").select(schema.names)
+    promoted = pa.concat_tables([without_rows(schema), table], promote_options="permissive").select(schema.names)
     return promoted.cast(schema).combine_chunks().to_batches()[0]
 
 
