@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiers import core, examples
 
 import gpuload
-from gpuload.core.errors import NoRowsError, OptionError
+from gpuload.core.errors import NoRowsError, OptionError, TokenizerError
 from gpuload.template.loss_marks import KEYS, spans_with_loss
 from gpuload.template.marks import UnknownAnswersError
 
@@ -285,13 +285,77 @@ def test_answers_belong_to_messages() -> None:
     texts = [(0, 0), (10, 1), (20, 3), (40, 5)]  # where texts begin, and their messages
     ours = [False, True, True, True, False, True]
     loss = [True, False, True, True, True, False]
-    assert list(spans_with_loss([(10, 15), (16, 18), (19, 25), (40, 41)], texts, loss, ours)) == [(16, 18), (19, 25)]
+    spans = [(10, 15), (16, 18), (19, 25), (40, 41)]
+    assert list(spans_with_loss(spans, texts, loss, ours, True)) == [(16, 18), (19, 25)]
+    with pytest.raises(UnknownAnswersError, match="whose answer"):  # (16, 18) may be what is written around a text
+        spans_with_loss(spans, texts, loss, ours, False)
     with pytest.raises(UnknownAnswersError, match="whose answer"):
-        spans_with_loss([(10, 12), (13, 14), (16, 18)], texts, loss, ours)
+        spans_with_loss([(10, 12), (13, 14), (16, 18)], texts, loss, ours, True)
     with pytest.raises(UnknownAnswersError, match="one answer"):
-        spans_with_loss([(10, 25)], texts, loss, ours)
+        spans_with_loss([(10, 25)], texts, loss, ours, True)
     draw = random.Random(0)
     for _ in range(50):  # all or none, whatever the template does
         some = [(at, at + 1) for at in sorted(draw.sample(range(45), 6))]
-        assert list(spans_with_loss(some, texts, [True] * 6, ours)) == some
-        assert spans_with_loss(some, texts, [False] * 6, ours) == {}
+        assert list(spans_with_loss(some, texts, [True] * 6, ours, True)) == some
+        assert spans_with_loss(some, texts, [False] * 6, ours, True) == {}
+
+
+def in_blocks(*parts: str, when: str = "true") -> str:
+    """A template whose answers have a block for each of some parts, if they have what is asked for."""
+    blocks = "".join(f"{{% generation %}}{part}{{% endgeneration %}}" for part in parts)
+    return (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}\n{%- if m.role == 'assistant' %}"
+        f"{{%- if {when} %}}{blocks}{{%- endif %}}"
+        "{%- else %}{{ m.content }}<|im_end|>{%- endif %}{%- endfor %}"
+    )
+
+
+THINKING = "{{ '<think>\n\n</think>\n\n' }}", "{{ m.content }}<|im_end|>"
+ENDING = "{{ m.content }}", "<|im_end|>"
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("blocks", [THINKING, ENDING], ids=["thinking", "ending"])
+@pytest.mark.parametrize("answer", ["no", "</think>", "</think> no", "", " "])
+def test_the_last_message_may_have_several_blocks(
+    qwen: Any, blocks: tuple[str, ...], answer: str, verify: Any, tmp_path: Path
+) -> None:
+    first = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    row = [*first, {"role": "user", "content": "r"}, {"role": "assistant", "content": answer}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (row, row[2:])))
+    given = {"chat_template": in_blocks(*blocks), "verify": verify, "progress": False, "token_cache": False}
+    (ids, every), (_, only) = (
+        (each["input_ids"], each["labels"]) for each in gpuload.load_chats(str(path), qwen, **given)[:]
+    )
+    found = gpuload.load_chats(str(path), qwen, loss_on="last", **given)
+    start = len(ids) - ids[::-1].index(qwen.convert_tokens_to_ids("<|im_start|>"))
+    assert labels_of(found) == [[-100] * start + every[start:], only]
+    assert not found.report.check.mismatches
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_last_message_without_a_block(qwen: Any, verify: Any, tmp_path: Path) -> None:
+    """No other answer is learned in its place."""
+    texts = [("user", "q"), ("assistant", "yes"), ("user", "r"), ("assistant", "")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in texts]}))
+    template = in_blocks("{{ m.content }}<|im_end|>", when="m.content")
+    with pytest.raises(NoRowsError, match="no token has loss"):
+        gpuload.load_chats(str(path), qwen, chat_template=template, loss_on="last", verify=verify)
+
+
+@pytest.mark.parametrize("marks", [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_block_without_a_text_between_two_answers_with_other_marks(
+    qwen: Any, marks: tuple[bool, ...], verify: Any, tmp_path: Path
+) -> None:
+    """It may be of the empty answer between, which this template does not print, or of the one behind."""
+    answers = zip(("yes", "", "no"), marks, strict=True)
+    row: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    row += [{"role": "assistant", "content": text, "train": mark} for text, mark in answers]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": row}))
+    template = in_blocks(*THINKING, when="m.content")
+    with pytest.raises((NoRowsError, TokenizerError), match="whose answer"):
+        gpuload.load_chats(str(path), qwen, chat_template=template, loss_on="marked", verify=verify)

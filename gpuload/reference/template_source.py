@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 
 import jinja2
@@ -67,6 +68,29 @@ def parsed(template: str, environment: jinja2.Environment) -> jinja2.nodes.Templ
         jinja2.TemplateSyntaxError: `template` is not a valid template.
     """
     return _trees.pop(template, None) or environment.parse(template)
+
+
+@lru_cache
+def blocks_of_a_message(template: str) -> int:
+    """How many `{% generation %}` blocks a message can have at most, if the outermost loop is that over messages."""
+    environment = vendor_environment()
+    return 2 if environment is None else _most_blocks(environment.parse(template).body, 0)
+
+
+def _most_blocks(nodes: Sequence[jinja2.nodes.Node], loops: int) -> int:
+    """The most that one pass through some nodes has. An inner loop may have any number."""
+    found = 0
+    for node in nodes:
+        if isinstance(node, jinja2.nodes.If):
+            branches = [node.body, *(each.body for each in node.elif_), node.else_]
+            found += max(_most_blocks(each, loops) for each in branches)
+        elif isinstance(node, jinja2.nodes.For):
+            found += _most_blocks(node.body, loops + 1) * (2 if loops else 1)
+        else:
+            call = node.call.node if isinstance(node, jinja2.nodes.CallBlock) else None
+            found += isinstance(call, jinja2.nodes.ExtensionAttribute) and call.name == "_generation_support"
+            found += _most_blocks(getattr(node, "body", ()), loops)
+    return found
 
 
 def _may_not_compile(node: jinja2.nodes.Node, environment: jinja2.Environment) -> bool:

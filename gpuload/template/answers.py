@@ -44,7 +44,8 @@ from typing import Any
 
 from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.loss_marks import mark_problem, shape_problem, spans_with_loss, weights_of
+from gpuload.reference.template_source import blocks_of_a_message
+from gpuload.template.loss_marks import OTHERS, mark_problem, shape_problem, spans_of, spans_with_loss, weights_of
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
 from gpuload.template.program import Answer, ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
@@ -232,15 +233,6 @@ def _search(
     return cuts
 
 
-def last_only(path: Path, message: int) -> Path:
-    """The same path with only those answers that end behind the beginning of a message's first text: the last
-    assistant's."""
-    spans = path.generated or ()
-    first = next((k for k, s in enumerate(path.segments) if not isinstance(s, str) and s.message == message), None)
-    kept = spans[-1:] if first is None else tuple(span for span in spans if span[1] > first)
-    return replace(path, generated=kept)
-
-
 class Answers:
     """Finds the parts with loss in what one template renders; a `TokenizerError` if its answers are unknown.
 
@@ -275,19 +267,21 @@ class Answers:
     def of_path(self, shape: Shape, path: Path) -> Path | ByReference | Rejected:
         """A path with its parts with loss as `generated`; or why rows cannot take it, or are rejected."""
         roles = [dict(message).get("role") for message in shape]
+        turns = self.turns
         if self.loss_on == "marked" and (why_not := shape_problem(shape)):
             return Rejected(why_not)
-        if turns := self.turns:
-            try:
+        try:
+            if turns is not None:
                 path = with_answers(path, roles, turns)
-            except UnknownAnswersError as error:
-                return Rejected(rejection(error))
-        if path.generated is None:
-            return ByReference("the template prints a {% generation %} block elsewhere than where it stands")
-        if path.generated and self.turns is None and first_unseen(path.segments[: path.generated[0][0]]):
-            return ByReference(UNSEEN)
-        if self.loss_on == "last":
-            path = last_only(path, _last_assistant(roles))
+            if path.generated is None:
+                return ByReference("the template prints a {% generation %} block elsewhere than where it stands")
+            if path.generated and turns is None and first_unseen(path.segments[: path.generated[0][0]]):
+                return ByReference(UNSEEN)
+            if self.loss_on == "last":
+                texts = [(k, s.message) for k, s in enumerate(path.segments) if isinstance(s, Ref)]
+                path = replace(path, generated=tuple(self._last(path.generated, texts, self._ours(roles))))
+        except UnknownAnswersError as error:
+            return Rejected(rejection(error))
         return path
 
     def of_text(
@@ -325,13 +319,30 @@ class Answers:
         if every:
             return list(spans)
         begins = [(place, s.message) for place, s in zip(places, path.segments, strict=False) if isinstance(s, Ref)]
-        if self.loss_on == "marked":
-            ours = [role == "assistant" if turns is None else turns.is_answer(role) for role in roles]
-            found = spans_with_loss(spans, begins, loss, ours)
-            return [span if weight == 1 else (*span, self._number_of(weight)) for span, weight in found.items()]
-        last = _last_assistant(roles)
-        begin = next((place for place, message in begins if message == last), None)
-        return [*spans[-1:]] if begin is None else [span for span in spans if span[1] > begin]
+        ours = self._ours(roles)
+        if self.loss_on == "last":
+            return [*self._last(spans, begins, ours)]
+        found = spans_with_loss(spans, begins, loss, ours, self._alone)
+        return [span if weight == 1 else (*span, self._number_of(weight)) for span, weight in found.items()]
+
+    def _ours(self, roles: Sequence[Any]) -> list[bool]:
+        """Which messages are answers."""
+        if (turns := self.turns) is not None:
+            return [turns.is_answer(role) for role in roles]
+        # Blocks may be for a role of any name, but those of tools have several.
+        return [role == "assistant" if "assistant" in roles else role not in OTHERS for role in roles]
+
+    @property
+    def _alone(self) -> bool:
+        """See `messages_of`: with several blocks, one may be for what the template writes around the text."""
+        return self.turns is not None or blocks_of_a_message(self._text) == 1
+
+    def _last(
+        self, spans: Sequence[tuple[int, int]], texts: Sequence[tuple[int, int]], ours: Sequence[bool]
+    ) -> list[tuple[int, int]]:
+        """Of the answers those of the last message that has one."""
+        last = max((number for number, own in enumerate(ours) if own), default=-1)
+        return spans_of(last, spans, texts, ours, self._alone)
 
     def _number_of(self, weight: float) -> int:
         if weight not in self._number:
@@ -365,7 +376,3 @@ def _check_others(others: Sequence[str], turns: Turns) -> None:
     marks = {literal.strip() or literal for literal in turns.literals()}
     if any(mark in text for mark in marks for text in others):
         raise UnknownAnswersError("a tool call or another field contains the beginning or the end of a turn")
-
-
-def _last_assistant(roles: Sequence[Any]) -> int:
-    return max((number for number, role in enumerate(roles) if role == "assistant"), default=len(roles))

@@ -95,46 +95,75 @@ def weights_of(messages: Sequence[Any]) -> list[float]:
     return [(weight_of(each.get("weight", 1)) or 0) if all(each.values()) else 0 for each in marks]
 
 
+Span = tuple[int, int]
+
+
 def spans_with_loss(
-    spans: Sequence[tuple[int, int]],
-    texts: Sequence[tuple[int, int]],
-    loss: Sequence[float],
-    ours: Sequence[bool],
-) -> dict[tuple[int, int], float]:
+    spans: Sequence[Span], texts: Sequence[tuple[int, int]], loss: Sequence[float], ours: Sequence[bool], alone: bool
+) -> dict[Span, float]:
     """The answers of messages that have loss, in order, and its weight.
 
-    An answer is that of the messages whose texts it has. One without any text, such as an empty one, belongs to a
-    message between that of the text before it and that of the text behind it. An `UnknownAnswersError` if messages with
-    other weights are one answer, or it is unknown whose answer one is.
+    An `UnknownAnswersError` if messages with other weights are one answer, or it is unknown whose answer one is. For
+    the other arguments see `messages_of`.
 
     Args:
-        spans: start and end of all answers of a conversation, in characters.
-        texts: where texts of messages begin, ascending, and the number of their message.
         loss: of each message, the weight of its answer's loss, 0 if it has none.
+    """
+    found = {}
+    for span, (messages, by_text) in messages_of(spans, texts, ours, alone).items():
+        weights = {loss[message] for message in messages}
+        if len(weights) != 1 and not by_text:
+            raise UnknownAnswersError(_WHOSE)
+        if len(weights) != 1:
+            what = "different weights" if all(weights) else "and without loss"
+            raise UnknownAnswersError(f"messages with {what} are one answer in what the template renders")
+        found[span] = weights.pop()
+    return {span: found[span] for span in spans if found[span]}
+
+
+def spans_of(
+    message: int, spans: Sequence[Span], texts: Sequence[tuple[int, int]], ours: Sequence[bool], alone: bool
+) -> list[Span]:
+    """The answers of one message, in order; an `UnknownAnswersError` if it is unknown whether one is. For the other
+    arguments see `messages_of`."""
+    found = messages_of(spans, texts, ours, alone)
+    if any(message in messages and len(messages) > 1 and not by_text for messages, by_text in found.values()):
+        raise UnknownAnswersError(_WHOSE)
+    return [span for span in spans if message in found[span][0]]
+
+
+_WHOSE = "the template does not show whose answer one without a text is"
+
+
+def messages_of(
+    spans: Sequence[Span], texts: Sequence[tuple[int, int]], ours: Sequence[bool], alone: bool
+) -> dict[Span, tuple[set[int], bool]]:
+    """The messages that each answer is of, and whether its texts say so: then it is of all these messages.
+
+    One without any text, such as an empty one, is that of one of the messages between that of the text before it and
+    that of the text behind it, these included.
+
+    Args:
+        spans: start and end of all answers of a conversation, in any unit.
+        texts: where texts of messages begin, ascending, and the number of their message.
         ours: which messages are answers.
+        alone: whether no message has more than one answer without a text, and none if it has one with a text.
     """
     places = [place for place, _ in texts]
-    found: dict[tuple[int, int], float] = {}
-    empty: dict[int, list[tuple[int, int]]] = {}  # number of the text behind → answers without texts
+    found: dict[Span, tuple[set[int], bool]] = {}
+    empty: dict[int, list[Span]] = {}  # number of the text behind → answers without texts
     for start, end in sorted(spans):
         first, last = bisect_left(places, start), bisect_left(places, end)
         if first == last:
             empty.setdefault(first, []).append((start, end))
-            continue
-        of_texts = {loss[message] for _, message in texts[first:last]}
-        if len(of_texts) > 1:
-            what = "different weights" if all(of_texts) else "and without loss"
-            raise UnknownAnswersError(f"messages with {what} are one answer in what the template renders")
-        found[start, end] = of_texts.pop()
+        else:
+            found[start, end] = {message for _, message in texts[first:last]}, True
     for behind, some in empty.items():
         before = texts[behind - 1][1] if behind else -1
-        after = texts[behind][1] if behind < len(texts) else len(loss)
-        candidates = {loss[k] for k in range(max(before, 0), min(after + 1, len(loss))) if ours[k]}
-        between = [k for k in range(before + 1, after) if ours[k]]
-        if len(candidates) == 1:
-            found.update(dict.fromkeys(some, candidates.pop()))
-        elif len(between) == len(some):
-            found.update(zip(some, (loss[k] for k in between), strict=True))
-        else:
-            raise UnknownAnswersError("the template does not show whose answer one without a text is")
-    return {span: found[span] for span in spans if found[span]}
+        after = texts[behind][1] if behind < len(texts) else len(ours)
+        around = [k for k in range(max(before, 0), min(after + 1, len(ours))) if ours[k]]
+        between = [k for k in around if before < k < after]
+        in_turn = len(between) == len(some) and (alone or between == around)
+        of_each = [{message} for message in between] if in_turn else [{*around}] * len(some)
+        found.update((span, (messages, False)) for span, messages in zip(some, of_each, strict=True))
+    return found
