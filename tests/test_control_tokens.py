@@ -264,3 +264,22 @@ def test_both_engines_search_for_the_same_strings() -> None:
         assert HostTexts().contains_any(column, some).tolist() == wanted
         assert DeviceTexts(kernels).contains_any(column, some).tolist() == wanted
     assert not HostTexts().contains_any(column, []).any()
+
+
+@needs_sanitizing
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("printed", ["{{ note }}", "{{ documents[0].text }}"])
+def test_control_tokens_in_arguments_of_the_template(qwen: Any, printed: str, verify: Any) -> None:
+    """Releases of transformers differ in which of them they mark."""
+    template = f"<|im_start|>{printed}{{% for m in messages %}}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
+    own = {"note": "be <|im_end|> nice", "documents": [{"title": "a", "text": "x <|im_end|> y"}]}
+    prompts = [user(f"a <|im_end|> {number}") for number in range(20)]
+    found = gpuload.load(
+        pa.table({"prompt": prompts}),
+        qwen,
+        chat_template=template,
+        verify=verify,
+        apply_chat_template_kwargs={"sanitize_control_tokens": True, **own},
+    )
+    assert found.tokens.to_lists() == expected(qwen, prompts, chat_template=template, **own)
+    assert not found.report.check.mismatches

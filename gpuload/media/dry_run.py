@@ -46,11 +46,12 @@ class DryRunner:
 
     Attributes:
         kwargs: with those of `less`.
+        pads: whether a call has set that the tokenizer pads or cuts off text.
     """
 
     def __init__(self, processor: Any, kwargs: Mapping[str, Any], on_meta: bool, less: Mapping[str, Any] | None = None):
         self.processor, self.kwargs, self.on_meta = copy.copy(processor), {**kwargs, **(less or {})}, on_meta
-        self._given = dict(kwargs)
+        self._given, self.pads = dict(kwargs), False
         self._texts: list[Any] = []
         self.processor.tokenizer = _recording(processor.tokenizer, self._texts)
         self.token = image_token_of(processor)
@@ -69,6 +70,7 @@ class DryRunner:
         self._texts.clear()
         images = [self.image(*size) for size in sizes]
         made = call(self.processor, self.token.join(pieces), images, self.kwargs_for(sizes))
+        self.pads |= pads(self.processor)
         if len(self._texts) != 1:
             raise NotUnderstoodError(f"its tokenizer is called {len(self._texts)} times")
         text = self._texts[0]
@@ -141,6 +143,24 @@ def call(processor: Any, text: str, images: Sequence[Any], kwargs: Mapping[str, 
         if not images or "return_tensors" in kwargs:
             raise
         return processor(**more, return_tensors="pt")
+
+
+def pads(processor: Any) -> bool:
+    """Whether the last call of a processor has set that its tokenizer pads or cuts off text."""
+    backend = getattr(processor.tokenizer, "backend_tokenizer", None)
+    return backend is not None and (backend.padding is not None or backend.truncation is not None)
+
+
+def apart(processor: Any) -> Any:
+    """A copy of a processor whose calls pad or cut off text: transformers sets that in an object of `tokenizers`, with
+    which other threads encode meanwhile. Calls of the copy change nothing for them."""
+    pad_no_more(processor)
+    return copy.deepcopy(processor)
+
+
+def pad_no_more(processor: Any) -> None:
+    """Leaves the tokenizer of a processor as it is outside of such calls: transformers sets that in each call."""
+    processor.tokenizer("", add_special_tokens=False)
 
 
 def ids_of(made: Any) -> list[int]:

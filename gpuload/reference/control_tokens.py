@@ -122,6 +122,13 @@ def added_control_tokens(tokenizer: Any, literals: str) -> tuple[str, ...]:
     )
 
 
+def arguments_are_marked() -> bool:
+    """Whether transformers marks control tokens in further arguments of a template: 5.20 to 5.22 do not."""
+    from transformers import PreTrainedTokenizerBase
+
+    return hasattr(PreTrainedTokenizerBase, "_mark_chat_inputs")
+
+
 def sanitizing_is_known() -> bool:
     """Whether the functions of transformers that are called here exist."""
     from transformers.utils import chat_template_utils

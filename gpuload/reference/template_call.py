@@ -19,7 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 
-from gpuload.reference.control_tokens import ControlTokens, added_control_tokens, sanitizing_is_known
+from gpuload.reference.control_tokens import (
+    ControlTokens,
+    added_control_tokens,
+    arguments_are_marked,
+    sanitizing_is_known,
+)
 from gpuload.reference.deadline import Deadline, EndlessError
 from gpuload.reference.template_source import examined
 
@@ -188,7 +193,9 @@ class TemplateCall:
             return tools, dict(self.kwargs)
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
         kwargs = {
-            name: self.control.mark(value) if name == "documents" or name not in own else value
+            name: self.control.mark(value)
+            if name == "documents" or (arguments_are_marked() and name not in own)
+            else value
             for name, value in self.kwargs.items()
             if name != _SANITIZE
         }

@@ -120,7 +120,7 @@ class ImageChatReference(ImageTrainingReference, ChatReference):
         """A text with what stands for its images; where that is; and what moves a place of the text to its place."""
         if not images:
             return text, [], lambda at: at
-        run = DryRunner(self.processor, self.images.mm_processor_kwargs, on_meta=False)
+        run = DryRunner(self.called, self.images.mm_processor_kwargs, on_meta=False)
         made = run([(each.height, each.width) for each in images]).replacements
         places = [each.start() for each in re.finditer(re.escape(run.token), text)]
         stretches, pieces, done, gained = [], [], 0, [0]

@@ -20,7 +20,7 @@ from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
 from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_in
 from gpuload.kinds.images.reference import ProcessorReference
-from gpuload.media.dry_run import NotUnderstoodError, Size, image_token_of
+from gpuload.media.dry_run import NotUnderstoodError, Size, apart, image_token_of
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
@@ -105,10 +105,13 @@ class ImageEngine(HostEngine):
 
     def _find_rule(self) -> _Found:
         try:
-            rule = ImageRule(self._reference.processor, self._reference.images.mm_processor_kwargs)
+            kwargs = self._reference.images.mm_processor_kwargs
+            rule = ImageRule(self._reference.processor, kwargs)
+            if rule.pads:
+                rule = ImageRule(apart(rule.processor), kwargs)
             if why := difference(self, rule):
                 return None, why, None
-            return rule, None, type_ids(self._reference, rule.token)
+            return rule, None, type_ids(self._reference, rule)
         except Exception as error:
             understood = isinstance(error, NotUnderstoodError)
             return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
@@ -138,7 +141,8 @@ class ImageEngine(HostEngine):
         if self._nbytes is not None:  # of whole rows; an encoder for much text would take longer to build than to use
             whole, prompts = source.decoded_bytes(None), source.decoded_bytes((prompt_key,))
             self._nbytes = self._nbytes * prompts // max(1, whole)
-        self._begin()
+        if not self.by_prompt:  # which finds the rule first: meanwhile, the tokenizer may pad
+            self._begin()
         # Row by row, small batches keep all threads busy.
         joined = BATCH_BYTES if self.by_prompt else JOINED_BYTES
         return read_prompts(source, prompt_key, self._reference.images, self.spool, joined)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from gpuload.core.errors import DataError
-from gpuload.media.dry_run import image_token_of
+from gpuload.media.dry_run import apart, image_token_of, pad_no_more, pads
 from gpuload.media.headers import ImageError, decode, sample_of
 from gpuload.media.references import Media
 from gpuload.media.spool import Spool
@@ -35,11 +35,16 @@ class Pixels:
         kwargs: further arguments of its calls.
         turns: whether images are turned as their orientation says.
         spool: has the bytes of those that are in the data itself.
+        inputs: whether the processor will be called, by several threads.
     """
 
-    def __init__(self, processor: Any, kwargs: Mapping[str, Any], turns: bool, spool: Spool):
+    def __init__(self, processor: Any, kwargs: Mapping[str, Any], turns: bool, spool: Spool, inputs: bool):
         self._processor, self._kwargs, self._turns, self._spool = processor, dict(kwargs), turns, spool
-        self._needs_text: bool | None = None  # not tried yet
+        self._with_text = False
+        if inputs:
+            self._with_text = not self._same_without_text()
+            # Without text, too: some processors write it themselves.
+            self._processor = apart(processor) if self._with_text or pads(processor) else processor
 
     def images(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> list[list[Any]]:
         """The images of some rows, RGB.
@@ -65,9 +70,7 @@ class Pixels:
         images = [some for some in self.images(rows, places) if some]
         if not images:
             return {}
-        if self._needs_text is None:
-            self._needs_text = not self._same_without_text()
-        return self._made(images, self._needs_text)
+        return self._made(images, self._with_text)
 
     def _made(self, images: Sequence[Sequence[Any]], with_text: bool) -> dict[str, Any]:
         text = {"text": [image_token_of(self._processor) * len(some) for some in images]} if with_text else {}
@@ -79,7 +82,9 @@ class Pixels:
         noise = np.random.default_rng(0)
         images = [[Image.fromarray(noise.integers(0, 256, (*size, 3), np.uint8)) for size in row] for row in _TRIED]
         try:
-            wanted, found = (self._made(images, with_text) for with_text in (True, False))
+            wanted = self._made(images, with_text=True)
+            pad_no_more(self._processor)
+            found = self._made(images, with_text=False)
         except Exception:  # whatever a processor raises that wants text
             return False
         return wanted.keys() == found.keys() and all(_is_same(value, found[name]) for name, value in wanted.items())

@@ -44,6 +44,11 @@ class ProcessorReference(Reference):
         super().__init__(tokenizer, chat_template=_template(processor, given), **others)
         self.name = getattr(tokenizer, "name_or_path", "") or type(processor).__name__
 
+    @property
+    def called(self) -> Any:
+        """The processor whose calls make ids: a copy of one that pads, see `apart`."""
+        return self.processor if self._rule is None else self._rule.processor
+
     def given(self, row: Any) -> Any:
         """What the template gets of a row of the column of `ImagePrompts`."""
         raise NotImplementedError
@@ -69,7 +74,7 @@ class ProcessorReference(Reference):
         """What the processor makes of a rendered text."""
         if self._runs_dry and self._rule is not None:
             return self._rule.ids(text, images)
-        return ids_of(call(self.processor, text, images, self.images.mm_processor_kwargs))
+        return ids_of(call(self.called, text, images, self.images.mm_processor_kwargs))
 
     @cached_property
     def _dry(self) -> Self | None:
