@@ -198,6 +198,41 @@ def test_blocks_narrow_what_is_learned(qwen: Any) -> None:
         assert shown(qwen, load(qwen, [MESSAGES], chat_template=text))[0][3] == learned
 
 
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("texts", [("ok 👩",), ("ok Ⅷ", "\u0301ﬁ"), ("",), ("a", "", "b")])
+@pytest.mark.parametrize("behind", ["", "<|im_end|>"])
+def test_blocks_have_the_tokens_that_they_have_in_conversations(
+    qwen: Any, texts: tuple[str, ...], behind: str, verify: Any
+) -> None:
+    """Also where a block begins or ends inside of a token, or of the tokens of a character."""
+    block = "{% generation %}{{ part }}{% endgeneration %}"
+    template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}\n{%- if m.role == 'assistant' %}"
+        f"{{%- for part in m.content.split('|') %}}{block}{{%- endfor %}}{behind}<|im_end|>"
+        "{%- else %}{{ m.content }}<|im_end|>{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+    )
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "|".join((*texts, "x"))}]
+    found = load(qwen, [row], chat_template=template, verify=verify)
+    given = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = qwen.apply_chat_template(row, chat_template=template, **given)
+    assert found[0]["input_ids"] == expected["input_ids"][: len(found[0]["input_ids"])]
+    masks = [label != -100 for label in found[0]["labels"]]
+    assert masks == list(map(bool, expected["assistant_masks"]))[: len(masks)]
+
+
+def test_what_stands_behind_each_of_two_calls_stops_no_answer(qwen: Any) -> None:
+    template = (
+        "{%- for m in messages %}{{ '### ' + m.role + ':\n' }}{{ m.content }}"
+        "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}"
+        "{{ '\n\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '### assistant:\n' }}{%- endif %}"
+    )
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": k}}} for k in (1, 2)]
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    ((_, _, _, learned),) = shown(qwen, load(qwen, [row], chat_template=template, verify="full"))
+    assert learned.count("</tool_call>") == 2
+
+
 def test_prompts_of_another_template(qwen: Any) -> None:
     plain = STRIPPING.replace("loop.index0 > ns.last", "true")  # keeps all reasoning, as templates for training do
     assert len(load(qwen, [MESSAGES], chat_template=plain)) == 1

@@ -196,13 +196,14 @@ def test_masks_of_code_that_is_not_known(
     assert line.endswith("MultiTurnLossMaskGenerator.__init__ has changed; 30 rows prepared by both are equal: used")
 
 
-def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("masks", [(1, 0, None), ("1", "0", None)], ids=["numbers", "texts"])
+def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path, masks: tuple[Any, ...]) -> None:
     given = conversations()
     for number, row in enumerate(given):
         name = "add" if number % 2 else "subtract"
         row["tools"] = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
         for place, message in enumerate(row["prompt"]):
-            message["step_loss_mask"] = [1, 0, None][(number + place) % 3]
+            message["step_loss_mask"] = masks[(number + place) % 3]
     path = write(tmp_path / "a.parquet", given)
     assert check_sft(path, **model, tool_key="tools") == []
 

@@ -30,6 +30,7 @@ from gpuload.integrations.messages.rows import NO_LOSS, MessageRows, each_part, 
 from gpuload.integrations.messages.templates import Arguments, Templates, render
 from gpuload.integrations.messages.turns import Flags, MessageTurns
 from gpuload.integrations.slime.samples import SampleColumns
+from gpuload.sources.types import is_text
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}  # slime's
 _HEADER, _THOUGHT, _END = b"<|im_start|>assistant\n", b"<think>\n", b"<|im_end|>"  # slime's
@@ -111,8 +112,11 @@ def _has_loss(turns: MessageTurns) -> Flags:
     index = turns.messages.type.get_field_index("step_loss_mask")
     if index < 0:
         return np.ones(len(turns.start), bool)
+    given = turns.messages.field(index)
+    if is_text(given.type):  # slime compares with the number 1, which no text is
+        return np.zeros(len(turns.start), bool)
     try:
-        mask = turns.messages.field(index).cast(pa.float64()).take(pa.array(turns.start))
+        mask = given.cast(pa.float64()).take(pa.array(turns.start))
     except pa.ArrowException as error:
         raise DataError(f"step_loss_mask is not a number: {error}") from error
     # A null is not 1: slime's default is for messages without the key.

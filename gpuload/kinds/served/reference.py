@@ -20,6 +20,7 @@ from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_pr
 from gpuload.kinds.served.stored import LearnedAnswer, ServedRows, count_answer, holds
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_reference import messages_in, own_arguments
+from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.template_call import TemplateCall
 from gpuload.reference.volatile import Clock
 from gpuload.template.answers import has_blocks
@@ -181,7 +182,8 @@ class ServedReference(ChatReference):
         if text != turn.rendered:
             return []
         found = [(max(start - turn.start, 0), min(end - turn.start, len(turn.answer))) for start, end in blocks]
-        return [(start, end) for start, end in found if start < end]
+        least = 0 if mask_rules().overlapping else 1  # an empty block may be inside of a token
+        return [(start, end) for start, end in found if end - start >= least]
 
     def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
         """An answer behind its prompt as ids, and whether both were encoded by themselves."""
@@ -200,7 +202,10 @@ class ServedReference(ChatReference):
             found[:] = bits
         else:
             first = begin if not merged else skipped
-            for start, end in loss:
+            for at, (low, high) in enumerate(encoded.encodings[0].offsets[first:] if mask_rules().overlapping else ()):
+                if any(shift + start < high and low < shift + end for start, end in loss):
+                    found[at] = bits
+            for start, end in loss if not mask_rules().overlapping else ():
                 low, high = encoded.char_to_token(shift + start), encoded.char_to_token(shift + end - 1)
                 if low is not None:
                     found[max(low - first, 0) : len(found) if high is None else high + 1 - first] = bits

@@ -267,16 +267,25 @@ def stop_tokens(call: TemplateCall) -> set[str]:
             found.add(tokens[0])
             break
     functions = [{"name": "f", "arguments": arguments} for arguments in ({"x": mark}, f'{{"x": "{mark}"}}')]
-    calls = [[{"type": "function", "id": "call00001", "function": function}] for function in functions]
-    for tail in _tails(call, mark, [{"content": "", "tool_calls": each} for each in calls]):
+    calls = [[{"type": "function", "id": f"call0000{k}", "function": each} for k in (1, 2)] for each in functions]
+    for tail in _tails(call, mark, [{"content": "", "tool_calls": each[:1]} for each in calls]):
         tokens = tokens_in(tail)
-        found |= set(tokens[-1:]) if not found.intersection(tokens) else set()
+        if not found.intersection(tokens):
+            # What is behind the first of two calls as well ends no answer.
+            texts = _texts(call, mark, [{"content": "", "tool_calls": each} for each in calls])
+            between = next((tokens_in(text.split(mark)[1]) for text in texts if text.count(mark) == 2), [])
+            found |= set([token for token in tokens if token not in between][-1:])
         break
     return found
 
 
 def _tails(call: TemplateCall, mark: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What a template writes behind a mark in some answers, of those that it takes and prints."""
+    return (text.rpartition(mark)[2] for text in _texts(call, mark, answers))
+
+
+def _texts(call: TemplateCall, mark: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Conversations with some answers, of those in which it takes and prints a mark."""
     for answer in answers:
         question: Any = "q" if isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
         try:
@@ -284,7 +293,7 @@ def _tails(call: TemplateCall, mark: str, answers: Sequence[Mapping[str, Any]]) 
         except Exception:
             continue
         if mark in text:
-            yield text.rpartition(mark)[2]
+            yield text
 
 
 @lru_cache(8)
