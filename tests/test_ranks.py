@@ -313,6 +313,12 @@ def other_options(rank: int, file: str, tokenizer: str) -> Answer:
     return load(rank, file, tokenizer, {"max_prompt_length": 100 + rank})
 
 
+def other_rows(rank: int, file: str, tokenizer: str) -> Answer:
+    """As a `datasets.Dataset` that each rank has shuffled without a seed."""
+    table = pq.read_table(file)
+    return load(rank, table if rank == 0 else table.take(list(reversed(range(len(table))))), tokenizer, {})
+
+
 def all_overlong(rank: int, file: str, tokenizer: str) -> Answer:
     return load(rank, file, tokenizer, {"max_prompt_length": 1})
 
@@ -323,6 +329,9 @@ def test_all_ranks_raise(run: Run, prompts: str, small_folder: str) -> None:
     assert "another rank failed: rank 1: RuntimeError: no more electricity" in first["error"]
     for answer in run(2, other_options, prompts, small_folder):
         assert "OptionError: distributed=True: max_prompt_length is 100 on rank 0 and 101 on rank 1" in answer["error"]
+    for answer in run(2, other_rows, prompts, small_folder):
+        assert "OptionError: distributed=True: the content of the files is " in answer["error"]
+        assert "call load with the same arguments on every rank" in answer["error"]
     for answer in run(2, all_overlong, prompts, small_folder):
         assert f"NoRowsError: all {ROWS} rows were dropped" in answer["error"]
 

@@ -165,6 +165,70 @@ def test_classes_that_encode_in_a_way_of_their_own(write: Callable[..., str]) ->
     assert check(file, own).tokens.to_lists() == [[7, 1]] * len(TEXTS)
 
 
+class Replacing(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A class that changes ids on their way back."""
+
+    def _convert_encoding(self, encoding: Any, *args: Any, **kwargs: Any) -> Any:
+        made, encodings = super()._convert_encoding(encoding, *args, **kwargs)
+        made["input_ids"] = [[0 if number % 3 == 1 else number for number in row] for row in made["input_ids"]]
+        return made, encodings
+
+
+class Cutting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A class that always cuts off text."""
+
+    def set_truncation_and_padding(self, *args: Any, **kwargs: Any) -> None:
+        self._tokenizer.enable_truncation(2)
+
+
+def replaced(name: str) -> Any:
+    """An object of which a method was replaced."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE)
+    right = getattr(tokenizer, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        if not isinstance(found, str):
+            found["input_ids"] = [*found["input_ids"], 9]
+        return found
+
+    setattr(tokenizer, name, changed)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Replacing(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE),
+        lambda: Cutting(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE),
+        lambda: replaced("apply_chat_template"),
+        lambda: replaced("_encode_plus"),
+    ],
+    ids=["_convert_encoding", "set_truncation_and_padding", "own apply_chat_template", "own _encode_plus"],
+)
+def test_whatever_changes_the_ids_of_a_tokenizer(make: Callable[[], Any], write: Callable[..., str]) -> None:
+    tokenizer, texts = make(), [text for text in TEXTS if text.isascii()]
+    found = gpuload.load(write([user(t) for t in texts]), tokenizer, verify="off", max_prompt_length=4096)
+    expected = [tokenizer.apply_chat_template(user(t), add_generation_prompt=True, return_dict=True) for t in texts]
+    assert found.tokens.to_lists() == [list(each["input_ids"]) for each in expected]
+
+
+def test_special_tokens_that_depend_on_the_text() -> None:
+    """ByT5 adds its EOS token where a text does not end with it."""
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    given: dict[str, Any] = {"verify": "off", "progress": False}
+    eos = tokenizer.eos_token
+    chats = gpuload.load_chats(pa.table({"text": ["hi", f"ho{eos}"]}), tokenizer, **given)
+    assert [row["input_ids"] for row in chats] == [tokenizer(f"{text}{eos}")["input_ids"] for text in ("hi", "ho")]
+    columns = {"prompt": ["q"], "chosen": [" yes"], "rejected": [" no"]}
+    (pair,) = gpuload.load_pairs(pa.table(columns), tokenizer, **given)
+    (same,) = gpuload.load_pairs(pa.table(columns), tokenizer, **given | {"verify": "full"})
+    assert pair == same
+    assert pair["chosen_ids"][-2:] == [*tokenizer("s", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
 def test_an_encoder_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, write: Callable[..., str], qwen: Any
 ) -> None:

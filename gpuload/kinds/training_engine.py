@@ -20,6 +20,7 @@ from gpuload.core.arrays import Array, Ragged, mask_of, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
+from gpuload.engines.host.encode import needs_itself
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import (
     BY_PROMPT,
@@ -262,7 +263,11 @@ class TrainingEngine(HostEngine):
         if len(text.rejected) == len(text):
             return text.tokenized(Ragged(np.zeros(0, np.int32), np.zeros(len(text) + 1, np.int64)))
         columns, start = [fill_null(each, "") for each in (text.text, *text.more)], None
-        if not text.by_template:
+        if not text.by_template and needs_itself(self._reference):
+            # What its class adds around a text may depend on the text.
+            whole = [[self._reference.with_special_tokens(one) for one in each.to_pylist()] for each in columns]
+            ids = [Ragged.from_lists(each) for each in whole]
+        elif not text.by_template:
             ids = [surrounded(self.ids(each), *self._reference.added) for each in columns]
         elif not text.more:
             ids = [self.ids(columns[0])]

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from gpuload.core.errors import TokenizerError
+from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Normalize
 from gpuload.kinds.normalize import normalized, takes_objects
 from gpuload.reference.reference import Reference
@@ -51,10 +52,15 @@ class TrainingReference(Reference):
         """How the prompt of a completion is rendered alone."""
         return replace(self.call, add_generation_prompt=True)
 
+    def with_special_tokens(self, text: str) -> list[int]:
+        """The ids of a text, with those that the tokenizer's call adds."""
+        with room_to_encode(len(text)):
+            return list(self.tokenizer(text)["input_ids"])
+
     @cached_property
     def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer's call adds before and after a text."""
-        plain, whole = self.encode("x"), list(self.tokenizer("x")["input_ids"])
+        """The special tokens that the tokenizer's call adds before and after a text, whatever it is."""
+        plain, whole = self.encode("x"), self.with_special_tokens("x")
         first = next(k for k in range(len(whole)) if whole[k : k + len(plain)] == plain)
         return whole[:first], whole[first + len(plain) :]
 

@@ -194,7 +194,8 @@ def _shared(job: Job[Dataset], ranks: Ranks) -> Job[Dataset]:
         "the list of files": [(os.path.basename(source.name), source.num_rows) for source in job.sources]
     }
     given |= {"the tokenizer's fingerprint": reference.fingerprint()}
-    given |= fingerprint(job.sources, None, options)["options"]
+    about = fingerprint(job.sources, None, options)
+    given |= {"the content of the files": list(about["files"].values()), **about["options"]}
     store: Store = "disk" if choose_disk(options, job.sources, job.wanted) else "memory"
     wanted, instant, store = ranks.agree(given, (job.wanted, reference.call.instant, store))
     if store == "disk" and options.store == "auto" and not ranks.all(fits_on_disk(options, job.sources, wanted)):

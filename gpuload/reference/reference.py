@@ -93,7 +93,8 @@ class Reference:
 
     @property
     def _renders_its_own_way(self) -> bool:
-        return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
+        name = "apply_chat_template"
+        return getattr(type(self.tokenizer), name) is not getattr(_base_class(), name) or name in vars(self.tokenizer)
 
     def _template(self, given: str | os.PathLike[str]) -> str:
         """The name or text of a template that is given by name, as text or as a file."""

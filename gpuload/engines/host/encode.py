@@ -144,13 +144,21 @@ def needs_itself(reference: Reference) -> str | None:
         return f"{type(tokenizer).__name__} is a slow tokenizer"
     from transformers import PreTrainedTokenizerFast
 
-    for method in ("__call__", "_encode_plus", "_batch_encode_plus"):  # the last one exists in transformers 4 only
+    for method in _MAKING_IDS:
         own = getattr(type(tokenizer), method, None)
-        if own is not getattr(PreTrainedTokenizerFast, method, None) and not _only_checks_arguments(own):
+        changed = own is not getattr(PreTrainedTokenizerFast, method, None) and not _only_checks_arguments(own)
+        if changed or method in vars(tokenizer):
             return f"{type(tokenizer).__name__} overrides {method}"
     if getattr(tokenizer, "split_special_tokens", False):
         return "split_special_tokens is set"
     return why_not_plain(backend)
+
+
+_MAKING_IDS = (
+    *("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_padding"),
+    "_batch_encode_plus",  # in transformers 4 only
+)
+"""The methods through which a text goes to the backend, and its ids come back."""
 
 
 def tokenizer_state(reference: Reference) -> tuple[Any, ...] | None:

@@ -88,7 +88,7 @@ class ChatReference(TrainingReference):
 
     def _ids(self, prompt: Any, answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
-            return [token | int(LOSS) for token in self.tokenizer(self.with_eos(prompt))["input_ids"]]
+            return [token | int(LOSS) for token in self.with_special_tokens(self.with_eos(prompt))]
         if isinstance(prompt, dict) and "prompt" in prompt:
             return self._completion(prompt["prompt"], prompt["completion"], own_arguments(prompt), answers)
         return self._messages(messages_in(prompt), own_arguments(prompt), answers)
@@ -103,8 +103,8 @@ class ChatReference(TrainingReference):
 
     def _completion(self, prompt: Any, completion: Any, own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
-            alone = list(self.tokenizer(prompt)["input_ids"])
-            ids = list(self.tokenizer(prompt + self.with_eos(completion))["input_ids"])
+            alone = self.with_special_tokens(prompt)
+            ids = self.with_special_tokens(prompt + self.with_eos(completion))
             bits = [int(LOSS)] * len(ids)
         else:
             alone = self.call_with(own, prompt_only=True).ids(prompt)
