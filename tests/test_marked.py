@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiers import core, examples
 
 import gpuload
-from gpuload.core.errors import NoRowsError, OptionError, TokenizerError
+from gpuload.core.errors import DataError, NoRowsError, OptionError
 from gpuload.template.loss_marks import KEYS, spans_with_loss
 from gpuload.template.marks import UnknownAnswersError
 
@@ -357,5 +357,11 @@ def test_a_block_without_a_text_between_two_answers_with_other_marks(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": row}))
     template = in_blocks(*THINKING, when="m.content")
-    with pytest.raises((NoRowsError, TokenizerError), match="whose answer"):
+    with pytest.raises(NoRowsError, match="whose answer"):
         gpuload.load_chats(str(path), qwen, chat_template=template, loss_on="marked", verify=verify)
+
+
+def test_another_format_than_that_of_the_messages(qwen: Any) -> None:
+    table = pa.table({"messages": [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]})
+    with pytest.raises(DataError, match="pass format='messages'"):
+        gpuload.load_chats(table, qwen, format="sharegpt")

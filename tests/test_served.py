@@ -657,3 +657,15 @@ def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
     data = load(tokenizer, conversations, chat_template=template, max_length=100_000, verify="off")
     found = [(row["conversation"], {key: row[key] for key in ("input_ids", "labels")}) for row in data[:]]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }", r"^serving_template=\.\.\.: line 1: .*: correct the template"),
+        ("nope", "^serving_template='nope': tokenizer .* has no template of this name"),
+    ],
+)
+def test_a_serving_template_that_is_none(qwen: Any, given: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        load(qwen, [MESSAGES], serving_template=given)

@@ -288,7 +288,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             report = kept.exchange(job.ranks, report, verifier.shapes)
         report.rows_kept = len(kept)
         if not report.rows_kept:
-            raise job.kind.nothing_left(report) or NoRowsError(all_dropped(report), report)
+            raise job.kind.nothing_left(report, job.reference.template_text) or NoRowsError(all_dropped(report), report)
         numbers = kept.numbers()
         order = wanted_order(numbers, job.wanted)
         store, sizes, columns = kept.finish(order, job.keep_ids)

@@ -96,15 +96,15 @@ class Reference:
         name = "apply_chat_template"
         return getattr(type(self.tokenizer), name) is not getattr(_base_class(), name) or name in vars(self.tokenizer)
 
-    def _template(self, given: str | os.PathLike[str]) -> str:
-        """The name or text of a template that is given by name, as text or as a file."""
+    def _template(self, given: str | os.PathLike[str], option: str = "chat_template") -> str:
+        """The name or text of a template that an option gives by name, as text or as a file."""
         text = template_source(given)
         named = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, Mapping) else {}
         if text in named or is_template(text):
             return text
         names = ", ".join(map(repr, {"default": None, **named}))
         raise TokenizerError(
-            f"chat_template={text!r:.80}: tokenizer {self.name} has no template of this name, and text without {{{{ or "
+            f"{option}={text!r:.80}: tokenizer {self.name} has no template of this name, and text without {{{{ or "
             f"{{% is not a template: pass one of {names}, the text of a template, or the path of a .jinja file"
         )
 

@@ -150,8 +150,10 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
         if key not in schema.names:
             raise DataError(f"{where}: no column {key!r}. The columns are {', '.join(schema.names)}")
         candidates = tuple(replace(each, columns=(key,)) for each in candidates if len(each.columns) == 1)
-    messages = next((field.name for field in schema if {"role", "from"} & fields_of(field.type)), None)
-    remedy = f"pass messages_key={messages!r}" if messages else "rename the columns, or pass messages_key="
+    messages = next((field for field in schema if {"role", "from"} & fields_of(field.type)), None)
+    remedy = f"pass messages_key={messages.name!r}" if messages else "rename the columns, or pass messages_key="
+    if messages and name not in (None, fits := "messages" if "role" in fields_of(messages.type) else "sharegpt"):
+        remedy = f"pass format={fits!r}"
     return find_among(candidates, schema, where, name, remedy)
 
 

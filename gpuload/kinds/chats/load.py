@@ -36,6 +36,7 @@ from gpuload.pipeline.kind import Finder, Kind
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
+from gpuload.template.answers import has_blocks
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.turns import unknown
 
@@ -182,7 +183,9 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
         return () if self.as_served else (RewriteFinder(mode, reference, rows),)
 
-    def nothing_left(self, report: Report) -> GpuloadError | None:
+    def nothing_left(self, report: Report, template: str) -> GpuloadError | None:
+        if has_blocks(template):
+            return None
         # Of rows without messages, nothing is known about the template.
         reasons = [reason for reason in report.rejected if not reason.endswith(("is null", "is an empty list"))]
         if reasons and all(reason.startswith(UnknownAnswersError.subject) for reason in reasons):

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from gpuload.core.errors import TokenizerError
 from gpuload.core.marks import loss_bits
 from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
@@ -46,7 +47,11 @@ class ServedReference(ChatReference):
         super().__init__(tokenizer, loss_on, weights, **settings)
         assert self.uses_template
         self.missing_reasoning, self.thinking, self.history = missing_reasoning, thinking, history
-        self.serving_template = None if serving_template is None else self._template(serving_template)
+        self.serving_template = None
+        if serving_template is not None:
+            self.serving_template = self._template(serving_template, "serving_template")
+            if wrong := self.prompting.syntax_error():
+                raise TokenizerError(f"serving_template=...: {wrong}: correct the template")
 
     @property
     def prompting(self) -> TemplateCall:
