@@ -103,8 +103,6 @@ COHERE = {
     "eoi_token": "<|END_OF_IMG|>",
     "line_break_token": "<|IMG_LINE_BREAK|>",
 }
-REJECTED = (ValueError, IndexError) if TRANSFORMERS_4 else ValueError
-"""What processors raise for rows with more tokens of images than images."""
 SMALL = {"images": {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 40}}}
 
 BUILDERS: dict[str, Callable[[], Any]] = {
