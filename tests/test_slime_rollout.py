@@ -161,7 +161,7 @@ def conversations(count: int = 30, tool_calls: bool = False) -> list[dict[str, A
     return made
 
 
-def check_sft(path: str, folder: str, **changed: Any) -> list[str]:
+def check_sft(path: str, folder: str, learned: bool = True, **changed: Any) -> list[str]:
     """Compares all steps of an epoch with slime's rollout. Returns the calls of the tokenizer in ours."""
     args = arguments(
         path, folder, apply_chat_template=False, n_samples_per_prompt=1, rollout_batch_size=7, rollout_shuffle=True,
@@ -173,7 +173,7 @@ def check_sft(path: str, folder: str, **changed: Any) -> list[str]:
     counted = Counted(slime_sft.TOKENIZER)
     slime_sft.MASK_GENERATOR.tokenizer = counted
     assert repr([sft_rollout(args, step, ours) for step in steps]) == repr(expected)
-    assert any(sum(group[0].loss_mask) for groups in expected for group in groups)
+    assert any(sum(group[0].loss_mask) for groups in expected for group in groups) == learned
     return counted.calls
 
 
@@ -205,7 +205,7 @@ def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path, ma
         for place, message in enumerate(row["prompt"]):
             message["step_loss_mask"] = masks[(number + place) % 3]
     path = write(tmp_path / "a.parquet", given)
-    assert check_sft(path, **model, tool_key="tools") == []
+    assert check_sft(path, **model, learned=masks[0] == 1, tool_key="tools") == []
 
 
 def thoughts(count: int = 40) -> list[dict[str, Any]]:
