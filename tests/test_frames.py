@@ -211,6 +211,18 @@ def test_slices_of_nested_nulls_next_to_views(qwen: Any, nulls: Any) -> None:
         assert [found[row]["extra"] for row in range(len(found))] == some["extra"].to_pylist()
 
 
+def test_slices_of_messages_with_views_and_nulls(qwen: Any) -> None:
+    fields = {"role": pa.string_view(), "content": pa.string_view(), "more": pa.struct({"a": pa.null()})}
+    rows = [
+        [{"role": "user", "content": f"q{n}", "more": {"a": None}}, {"role": "assistant", "content": "a", "more": None}]
+        for n in range(8)
+    ]
+    table = pa.table({"messages": pa.array(rows, pa.list_(pa.struct(fields)))})
+    expected = gpuload.load_chats(table, qwen)
+    found = gpuload.load_chats(table.slice(3, 3), qwen)
+    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in expected[3:6]]
+
+
 def test_lists_of_nulls_are_stored(qwen: Any, tmp_path: Path) -> None:
     table = pa.table({"text": ["a", "b"], "nulls": pa.array([[None, None], [None]], pa.list_(pa.null()))})
     gpuload.save_to_disk({"train": gpuload.load_chats(table, qwen)}, tmp_path / "made")

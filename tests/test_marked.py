@@ -17,6 +17,7 @@ from tiers import core, examples
 
 import gpuload
 from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.reference.template_source import blocks_of_a_message
 from gpuload.template.loss_marks import KEYS, spans_with_loss
 from gpuload.template.marks import UnknownAnswersError
 
@@ -365,3 +366,69 @@ def test_another_format_than_that_of_the_messages(qwen: Any) -> None:
     table = pa.table({"messages": [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]})
     with pytest.raises(DataError, match="pass format='messages'"):
         gpuload.load_chats(table, qwen, format="sharegpt")
+
+
+IN_ROLES = in_blocks("{{ m.content | trim }}<|im_end|>").replace("== 'assistant'", "in ['assistant', 'model']")
+MACRO = "{%- macro put(x) %}{% generation %}{{ x }}{% endgeneration %}{%- endmacro %}"
+CALLED_TWICE = MACRO + in_blocks("").replace(
+    "{% generation %}{% endgeneration %}", "{{ put('<think></think>\n') }}{{ m.content }}{{ put('<|im_end|>') }}"
+)
+
+
+def message(role: str, content: str, train: bool | None = None) -> dict[str, Any]:
+    return {"role": role, "content": content} | ({} if train is None else {"train": train})
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize(
+    ("template", "loss_on", "row", "learned"),
+    [
+        (IN_ROLES, "last", [user("q"), message("model", ""), answer("y")], "y<|im_end|>"),
+        (IN_ROLES, "marked", [user("q"), message("model", "", False), answer("y")], "y<|im_end|>"),
+        (IN_ROLES, "last", [user("q"), message("model", "x"), message("ipython", "r")], "x<|im_end|>"),
+        (CALLED_TWICE, "last", [user("q"), answer("x"), answer("y")], None),
+        (CALLED_TWICE, "last", [user("q"), answer("x"), user("r"), answer("y")], "<think></think>\n<|im_end|>"),
+    ],
+)
+def test_whose_block_it_is(
+    qwen: Any, template: str, loss_on: Any, row: list[Any], learned: str | None, verify: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": row}))
+    given: dict[str, Any] = {"chat_template": template, "loss_on": loss_on, "verify": verify, "progress": False}
+    if learned is None:
+        with pytest.raises(NoRowsError, match="whose answer"):
+            gpuload.load_chats(str(path), qwen, **given)
+        return
+    found = gpuload.load_chats(str(path), qwen, **given)
+    assert qwen.decode([label for label in found[0]["labels"] if label != -100]) == learned
+    assert not found.report.check.mismatches
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("{% generation %}a{% endgeneration %}", 1),
+        (
+            "{% if m.x %}{% generation %}a{% endgeneration %}{% else %}{% generation %}b{% endgeneration %}{% endif %}",
+            1,
+        ),
+        (
+            "{% if m.x and 'y' in m %}{% generation %}a{% endgeneration %}{% endif %}"
+            "{% if m.x and 'y' not in m %}{% generation %}b{% endgeneration %}{% endif %}",
+            1,
+        ),
+        ("{% if m.x %}{% generation %}a{% endgeneration %}{% endif %}{% generation %}b{% endgeneration %}", 2),
+        ("{% for p in m.x %}{% generation %}a{% endgeneration %}{% endfor %}", 2),
+        (
+            "{% for p in [] %}{% else %}{% generation %}a{% endgeneration %}{% endfor %}"
+            "{% generation %}b{% endgeneration %}",
+            2,
+        ),
+    ],
+)
+def test_how_many_blocks_a_message_can_have(body: str, count: int) -> None:
+    loop = f"{{% for m in messages %}}{body}{{% endfor %}}"
+    assert blocks_of_a_message(loop) == count
+    assert blocks_of_a_message(f"{{% if messages %}}{loop}{{% endif %}}") == count
+    assert blocks_of_a_message(f"{loop}{{% generation %}}end{{% endgeneration %}}") == count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import jinja2
@@ -72,25 +72,67 @@ def parsed(template: str, environment: jinja2.Environment) -> jinja2.nodes.Templ
 
 @lru_cache
 def blocks_of_a_message(template: str) -> int:
-    """How many `{% generation %}` blocks a message can have at most, if the outermost loop is that over messages."""
+    """How many `{% generation %}` blocks a message can have at most, if outermost loops are over messages."""
     environment = vendor_environment()
-    return 2 if environment is None else _most_blocks(environment.parse(template).body, 0)
+    if environment is None:
+        return 2
+    tree = environment.parse(template)
+    if any(_most_blocks(macro.body, 0) for macro in tree.find_all(jinja2.nodes.Macro)):
+        return 2  # a message may call it several times
+    return max((_most_blocks(loop.body, 1) for loop in _outermost_loops(tree.body)), default=0)
+
+
+def _outermost_loops(nodes: Sequence[jinja2.nodes.Node]) -> Iterator[jinja2.nodes.For]:
+    for node in nodes:
+        if isinstance(node, jinja2.nodes.For):
+            yield node
+        else:
+            yield from _outermost_loops(list(node.iter_child_nodes()))
 
 
 def _most_blocks(nodes: Sequence[jinja2.nodes.Node], loops: int) -> int:
     """The most that one pass through some nodes has. An inner loop may have any number."""
-    found = 0
+    found: list[tuple[jinja2.nodes.Node, int]] = []
     for node in nodes:
         if isinstance(node, jinja2.nodes.If):
             branches = [node.body, *(each.body for each in node.elif_), node.else_]
-            found += max(_most_blocks(each, loops) for each in branches)
+            found.append((node, max(_most_blocks(each, loops) for each in branches)))
         elif isinstance(node, jinja2.nodes.For):
-            found += _most_blocks(node.body, loops + 1) * (2 if loops else 1)
+            inner = _most_blocks(node.body, loops + 1) * (2 if loops else 1)
+            found.append((node, max(inner, _most_blocks(node.else_, loops))))
         else:
             call = node.call.node if isinstance(node, jinja2.nodes.CallBlock) else None
-            found += isinstance(call, jinja2.nodes.ExtensionAttribute) and call.name == "_generation_support"
-            found += _most_blocks(getattr(node, "body", ()), loops)
-    return found
+            own = isinstance(call, jinja2.nodes.ExtensionAttribute) and call.name == "_generation_support"
+            found.append((node, own + _most_blocks(getattr(node, "body", ()), loops)))
+    having = [(node, count) for node, count in found if count]
+    together = [sum(count for other, count in having if not _exclude(node, other)) for node, _ in having]
+    return max(together, default=0)
+
+
+def _exclude(one: jinja2.nodes.Node, other: jinja2.nodes.Node) -> bool:
+    """Whether two conditions with one branch each cannot both be true: one asks for what the other one denies."""
+    if not isinstance(one, jinja2.nodes.If) or not isinstance(other, jinja2.nodes.If):
+        return False
+    if one.elif_ or one.else_ or other.elif_ or other.else_:
+        return False
+    first, second = (_parts(each.test) for each in (one, other))
+    return any(a == _negated(b) for a in first for b in second)
+
+
+def _parts(test: jinja2.nodes.Node) -> list[jinja2.nodes.Node]:
+    """The conditions that must all be true."""
+    return [*_parts(test.left), *_parts(test.right)] if isinstance(test, jinja2.nodes.And) else [test]
+
+
+def _negated(test: jinja2.nodes.Node) -> jinja2.nodes.Node:
+    if isinstance(test, jinja2.nodes.Not):
+        return test.node
+    if isinstance(test, jinja2.nodes.Compare) and len(test.ops) == 1 and (other := _OPPOSITE.get(test.ops[0].op)):
+        return jinja2.nodes.Compare(test.expr, [jinja2.nodes.Operand(other, test.ops[0].expr)])
+    return jinja2.nodes.Not(test)
+
+
+_OPPOSITE = {"in": "notin", "notin": "in", "eq": "ne", "ne": "eq"}
 
 
 def _may_not_compile(node: jinja2.nodes.Node, environment: jinja2.Environment) -> bool:

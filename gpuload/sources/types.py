@@ -109,10 +109,22 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
 
 def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """A table with the types of a schema, which has the same columns. Only columns of other types are cast: of slices
-    of nested nulls, Arrow's cast makes invalid arrays."""
-    columns = zip(table.columns, schema.types, strict=True)
-    cast = [column if column.type == kind else column.cast(kind) for column, kind in columns]
-    return pa.Table.from_arrays(cast, schema=schema)
+    of nested nulls, Arrow's cast makes invalid arrays, so such columns are copied first."""
+    made = []
+    for column, kind in zip(table.columns, schema.types, strict=True):
+        if column.type != kind:
+            column = (_copied(column) if "null" in str(column.type) else column).cast(kind)
+        made.append(column)
+    return pa.Table.from_arrays(made, schema=schema)
+
+
+def _copied(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The same values in arrays that begin with them."""
+    table = pa.table({"": column})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all().column(0)
 
 
 def _parser(kind: pa.DataType) -> Callable[[Any], Any] | None:

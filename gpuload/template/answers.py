@@ -45,7 +45,7 @@ from typing import Any
 from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.reference.template_source import blocks_of_a_message
-from gpuload.template.loss_marks import OTHERS, mark_problem, shape_problem, spans_of, spans_with_loss, weights_of
+from gpuload.template.loss_marks import OTHERS, mark_problem, shape_problem, spans_of_last, spans_with_loss, weights_of
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
 from gpuload.template.program import Answer, ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
@@ -279,7 +279,8 @@ class Answers:
                 return ByReference(UNSEEN)
             if self.loss_on == "last":
                 texts = [(k, s.message) for k, s in enumerate(path.segments) if isinstance(s, Ref)]
-                path = replace(path, generated=tuple(self._last(path.generated, texts, self._ours(roles))))
+                last = spans_of_last(path.generated, texts, self._ours(roles), self._alone)
+                path = replace(path, generated=tuple(last))
         except UnknownAnswersError as error:
             return Rejected(rejection(error))
         return path
@@ -321,7 +322,7 @@ class Answers:
         begins = [(place, s.message) for place, s in zip(places, path.segments, strict=False) if isinstance(s, Ref)]
         ours = self._ours(roles)
         if self.loss_on == "last":
-            return [*self._last(spans, begins, ours)]
+            return [*spans_of_last(spans, begins, ours, self._alone)]
         found = spans_with_loss(spans, begins, loss, ours, self._alone)
         return [span if weight == 1 else (*span, self._number_of(weight)) for span, weight in found.items()]
 
@@ -329,20 +330,12 @@ class Answers:
         """Which messages are answers."""
         if (turns := self.turns) is not None:
             return [turns.is_answer(role) for role in roles]
-        # Blocks may be for a role of any name, but those of tools have several.
-        return [role == "assistant" if "assistant" in roles else role not in OTHERS for role in roles]
+        return [role not in OTHERS for role in roles]  # blocks may be for a role of any name
 
     @property
     def _alone(self) -> bool:
         """See `messages_of`: with several blocks, one may be for what the template writes around the text."""
         return self.turns is not None or blocks_of_a_message(self._text) == 1
-
-    def _last(
-        self, spans: Sequence[tuple[int, int]], texts: Sequence[tuple[int, int]], ours: Sequence[bool]
-    ) -> list[tuple[int, int]]:
-        """Of the answers those of the last message that has one."""
-        last = max((number for number, own in enumerate(ours) if own), default=-1)
-        return spans_of(last, spans, texts, ours, self._alone)
 
     def _number_of(self, weight: float) -> int:
         if weight not in self._number:

@@ -24,7 +24,7 @@ from gpuload.template.program import Shape
 
 KEYS = ("loss", "loss_mask", "step_loss_mask", "train", "training", "weight")
 
-OTHERS = ("system", "developer", "user", "tool", "function", None)
+OTHERS = ("system", "developer", "user", "tool", "function", "ipython", "observation", "environment", None)
 """Roles whose messages are never answers."""
 
 
@@ -121,12 +121,12 @@ def spans_with_loss(
     return {span: found[span] for span in spans if found[span]}
 
 
-def spans_of(
-    message: int, spans: Sequence[Span], texts: Sequence[tuple[int, int]], ours: Sequence[bool], alone: bool
+def spans_of_last(
+    spans: Sequence[Span], texts: Sequence[tuple[int, int]], ours: Sequence[bool], alone: bool
 ) -> list[Span]:
-    """The answers of one message, in order; an `UnknownAnswersError` if it is unknown whether one is. For the other
-    arguments see `messages_of`."""
-    found = messages_of(spans, texts, ours, alone)
+    """The answers of the last message that is one, in order; an `UnknownAnswersError` if it is unknown whether one is.
+    For the arguments see `messages_of`."""
+    found, message = messages_of(spans, texts, ours, alone), max((k for k, own in enumerate(ours) if own), default=-1)
     if any(message in messages and len(messages) > 1 and not by_text for messages, by_text in found.values()):
         raise UnknownAnswersError(_WHOSE)
     return [span for span in spans if message in found[span][0]]
@@ -154,16 +154,19 @@ def messages_of(
     empty: dict[int, list[Span]] = {}  # number of the text behind → answers without texts
     for start, end in sorted(spans):
         first, last = bisect_left(places, start), bisect_left(places, end)
-        if first == last:
+        within = {message for _, message in texts[first:last]}
+        if own := {message for message in within if ours[message]}:
+            found[start, end] = own, True
+        else:  # a text without characters may be at the beginning of an answer that it is before
+            found[start, end] = within, bool(within)
             empty.setdefault(first, []).append((start, end))
-        else:
-            found[start, end] = {message for _, message in texts[first:last]}, True
     for behind, some in empty.items():
         before = texts[behind - 1][1] if behind else -1
         after = texts[behind][1] if behind < len(texts) else len(ours)
         around = [k for k in range(max(before, 0), min(after + 1, len(ours))) if ours[k]]
         between = [k for k in around if before < k < after]
-        in_turn = len(between) == len(some) and (alone or between == around)
+        in_turn = alone and len(between) == len(some)
         of_each = [{message} for message in between] if in_turn else [{*around}] * len(some)
-        found.update((span, (messages, False)) for span, messages in zip(some, of_each, strict=True))
+        if around:
+            found.update((span, (messages, False)) for span, messages in zip(some, of_each, strict=True))
     return found

@@ -187,8 +187,9 @@ class ServedReference(ChatReference):
         if text != turn.rendered:
             return []
         found = [(max(start - turn.start, 0), min(end - turn.start, len(turn.answer))) for start, end in blocks]
-        least = 0 if mask_rules().overlapping else 1  # an empty block may be inside of a token
-        return [(start, end) for start, end in found if end - start >= least]
+        if mask_rules().overlapping and any(start < end for start, end in found):
+            return [(start, end) for start, end in found if start <= end]  # an empty one may be inside of a token
+        return [(start, end) for start, end in found if start < end]
 
     def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
         """An answer behind its prompt as ids, and whether both were encoded by themselves."""
