@@ -1,5 +1,6 @@
 """Every kind of tokenizer: what encodes it, what is passed over and why, and that the ids are its own."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gpuload
+from gpuload.core import backends
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host import encode as host
@@ -314,3 +316,29 @@ def test_a_vocabulary_of_few_or_of_added_tokens(tmp_path: Path) -> None:
     # Bytes: there is no file.
     folder = without_vocabulary(tmp_path / "bytes", {"tokenizer_class": "ByT5Tokenizer"})
     assert Reference(folder, chat_template=None).encode("ab") == [100, 101]
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("rows", [20, 3000])
+def test_what_the_user_sets_in_the_tokenizer_meanwhile(
+    verify: Any, rows: int, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a collator does on another thread: transformers keeps padding and truncation of a call in the tokenizer."""
+    tokenizer, own, encode = copy.deepcopy(qwen), copy.deepcopy(qwen), backends._encode_fast
+
+    def meanwhile(*given: Any) -> Any:
+        tokenizer(["a b c d e", "b"], padding=True, truncation=True, max_length=2)
+        return encode(*given)
+
+    monkeypatch.setattr(backends, "_encode_fast", meanwhile)
+    table = pa.table({"prompt": [user(f"{row} of {rows}: " + "é x" * (row % 7)) for row in range(rows)]})
+    given: dict[str, Any] = {"verify": verify, "max_prompt_length": 4096, "progress": False}
+    found = gpuload.load(table, tokenizer, **given)
+    tokenizer(["a b c d e", "b"], padding=True, truncation=True, max_length=2)
+    again = gpuload.load(table, tokenizer, **given)
+    expected = [
+        own.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in table["prompt"].to_pylist()
+    ]
+    assert found.tokens.to_lists() == again.tokens.to_lists() == expected
+    assert not found.report.check.mismatches
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 2  # nor does a load change what the user has set

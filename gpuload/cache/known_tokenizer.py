@@ -51,6 +51,10 @@ class KnownReference(Reference):
     def tokenizer(self) -> Any:
         return self._opened.tokenizer
 
+    @cached_property
+    def calling(self) -> Any:
+        return self._opened.calling
+
     @cached_property  # which mypy takes for read-only
     def call(self) -> TemplateCall:  # type: ignore[override]
         return self._opened.call

@@ -5,6 +5,7 @@ one says what it is when it is pickled, as a tokenizer.json of version 2.0, and 
 padding and truncation. Which of the two an object is, the object tells, not what is installed.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -122,6 +123,30 @@ def batch_encoder(backend: Any, model_json: Callable[[], str]) -> Encode:
         backend.no_truncation()
         backend.no_padding()
     return partial(_encode_fast, backend)
+
+
+def with_own_settings(tokenizer: Any) -> Any:
+    """A tokenizer with the same vocabulary, in the same memory, whose truncation and padding are its own: those of the
+    given one are set by any call on any thread, and count for calls that others are in. The same one if it has no
+    object of `tokenizers` 0.x, or no equal one can be made."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if backend is None or is_reworked(backend):
+        return tokenizer
+    try:
+        own = type(backend)(backend.model)
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if (part := getattr(backend, name)) is not None:
+                setattr(own, name, part)
+        added = backend.get_added_tokens_decoder()
+        own.add_tokens([added[number] for number in sorted(added)])
+        own.encode_special_tokens = backend.encode_special_tokens
+        if own.get_added_tokens_decoder() != added:
+            return tokenizer
+        made = copy.copy(tokenizer)
+        made._tokenizer = own
+    except Exception:  # whatever an object with parts of its own raises
+        return tokenizer
+    return made
 
 
 def _encode_fast(backend: Any, texts: list[str]) -> Ragged:

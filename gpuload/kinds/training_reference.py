@@ -55,7 +55,7 @@ class TrainingReference(Reference):
     def with_special_tokens(self, text: str) -> list[int]:
         """The ids of a text, with those that the tokenizer's call adds."""
         with room_to_encode(len(text)):
-            return list(self.tokenizer(text)["input_ids"])
+            return list(self.calling(text)["input_ids"])
 
     @cached_property
     def added(self) -> tuple[list[int], list[int]]:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpuload.core.backends import with_own_settings
+
 Size = tuple[int, int]
 """Height and width of an image."""
 
@@ -46,12 +48,11 @@ class DryRunner:
 
     Attributes:
         kwargs: with those of `less`.
-        pads: whether a call has set that the tokenizer pads or cuts off text.
     """
 
     def __init__(self, processor: Any, kwargs: Mapping[str, Any], on_meta: bool, less: Mapping[str, Any] | None = None):
         self.processor, self.kwargs, self.on_meta = copy.copy(processor), {**kwargs, **(less or {})}, on_meta
-        self._given, self.pads = dict(kwargs), False
+        self._given = dict(kwargs)
         self._texts: list[Any] = []
         self.processor.tokenizer = _recording(processor.tokenizer, self._texts)
         self.token = image_token_of(processor)
@@ -70,7 +71,6 @@ class DryRunner:
         self._texts.clear()
         images = [self.image(*size) for size in sizes]
         made = call(self.processor, self.token.join(pieces), images, self.kwargs_for(sizes))
-        self.pads |= pads(self.processor)
         if len(self._texts) != 1:
             raise NotUnderstoodError(f"its tokenizer is called {len(self._texts)} times")
         text = self._texts[0]
@@ -145,22 +145,11 @@ def call(processor: Any, text: str, images: Sequence[Any], kwargs: Mapping[str, 
         return processor(**more, return_tensors="pt")
 
 
-def pads(processor: Any) -> bool:
-    """Whether the last call of a processor has set that its tokenizer pads or cuts off text."""
-    backend = getattr(processor.tokenizer, "backend_tokenizer", None)
-    return backend is not None and (backend.padding is not None or backend.truncation is not None)
-
-
 def apart(processor: Any) -> Any:
-    """A copy of a processor whose calls pad or cut off text: transformers sets that in an object of `tokenizers`, with
-    which other threads encode meanwhile. Calls of the copy change nothing for them."""
-    pad_no_more(processor)
-    return copy.deepcopy(processor)
-
-
-def pad_no_more(processor: Any) -> None:
-    """Leaves the tokenizer of a processor as it is outside of such calls: transformers sets that in each call."""
-    processor.tokenizer("", add_special_tokens=False)
+    """The same processor with a tokenizer `with_own_settings`: many pad by default."""
+    made = copy.copy(processor)
+    made.tokenizer = with_own_settings(processor.tokenizer)
+    return made
 
 
 def ids_of(made: Any) -> list[int]:

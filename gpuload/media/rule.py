@@ -108,11 +108,6 @@ class ImageRule:
         return f"dry run {what}, once for each {'list of sizes' if self.by_row else 'size'}"
 
     @property
-    def pads(self) -> bool:
-        """Whether calls of the processor set that its tokenizer pads or cuts off text: see `apart`."""
-        return self._run.pads
-
-    @property
     def runs_whole(self) -> bool:
         """Whether dry runs call the processor as it is called for rows: none that does less shows the same."""
         return not self._run.on_meta and self._run.kwargs == self._kwargs

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
-from gpuload.core.backends import snapshot, stored_pad_token
+from gpuload.core.backends import snapshot, stored_pad_token, with_own_settings
 from gpuload.core.errors import TokenizerError
 from gpuload.core.lazy import imported
 from gpuload.core.memory import garbage_collection_paused, room_to_encode
@@ -47,6 +47,7 @@ class Reference:
 
     Attributes:
         tokenizer: the transformers tokenizer.
+        calling: the same with settings of its own, for calls that make ids: see `with_own_settings`.
         name: its path or hub id, or the name of its class.
         by_name: whether it was given by its path or hub id.
         uses_template: whether prompts are rendered.
@@ -79,12 +80,12 @@ class Reference:
         self.tokenizer = _load(tokenizer, trust_remote_code)
         check_vocabulary(self.tokenizer)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
-        self.uses_template = chat_template is not None
-        kwargs = dict(template_kwargs or {})
+        self.uses_template, kwargs = chat_template is not None, dict(template_kwargs or {})
         template = None if chat_template in (None, "default") else self._template(chat_template)
         tools = kwargs.pop("tools", None)
         generation_prompt = bool(kwargs.pop("add_generation_prompt", True))
-        self.call = TemplateCall(self.tokenizer, template, tools, kwargs, generation_prompt)
+        self.calling = with_own_settings(self.tokenizer)
+        self.call = TemplateCall(self.tokenizer, template, tools, kwargs, generation_prompt, calling=self.calling)
         if self.uses_template:
             self._check_arguments()
             if not self._renders_its_own_way:
@@ -245,11 +246,11 @@ class Reference:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""
         with room_to_encode(len(text)):
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(self.calling(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for several texts in one call."""
-        return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        return [list(ids) for ids in self.calling(list(texts), add_special_tokens=False)["input_ids"]]
 
     def special_texts(self) -> list[str]:
         """The texts of all added tokens (`<|im_start|>` ...)."""

@@ -57,6 +57,7 @@ class TemplateCall:
         add_generation_prompt: as `apply_chat_template` takes it.
         instant: the time that the template's `strftime_now` formats, the same for all rows.
         deadline: limits the time for one conversation.
+        calling: the tokenizer with settings of its own, which makes the ids; None for `tokenizer`.
 
     Raises:
         TypeError: `kwargs` contains an argument that has its own parameter.
@@ -69,6 +70,7 @@ class TemplateCall:
     add_generation_prompt: bool = True
     instant: datetime = field(default_factory=datetime.now)
     deadline: Deadline = field(default_factory=Deadline, compare=False, repr=False)
+    calling: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         taken = [name for name in RESERVED if name in self.kwargs]
@@ -107,8 +109,9 @@ class TemplateCall:
             EndlessError: the template did not finish in time.
             Exception: whatever transformers or the template raises.
         """
+        tokenizer = self.tokenizer if self.calling is None else self.calling
         answer = self._alone(
-            lambda: self.tokenizer.apply_chat_template(
+            lambda: tokenizer.apply_chat_template(
                 messages,
                 tools=None if self.tools is None else list(self.tools),
                 chat_template=self.template,

@@ -256,7 +256,10 @@ def _tokenizers1(reference: Reference) -> HostEncoder:
     there = batch_encoder(opened(reference.model_json), lambda: reference.model_json)
     versions = f"{here.name} {tokenizers1_version()}"
     differing = differing_code_points(
-        reference.model_json, versions, batch_encoder(reference.backend, lambda: reference.model_json), there
+        reference.model_json,
+        versions,
+        batch_encoder(reference.calling.backend_tokenizer, lambda: reference.model_json),
+        there,
     )
     encode_all = in_calls(there)
 
@@ -312,7 +315,7 @@ def _words_first(reference: Reference) -> HostEncoder:
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:
-    encode_all = batch_encoder(reference.backend, lambda: reference.model_json)
+    encode_all = batch_encoder(reference.calling.backend_tokenizer, lambda: reference.model_json)
     live = settings(reference.backend) is not None
     import tokenizers  # `version` would parse the metadata of its package, for a thousandth of a second
 

@@ -240,7 +240,7 @@ class TokenSpans:
 
     def _encode(self, texts: list[str]) -> Any:
         """As `apply_chat_template` encodes rendered texts."""
-        return self._tokenizer(texts, padding=False, truncation=False, add_special_tokens=False)
+        return self._reference.calling(texts, padding=False, truncation=False, add_special_tokens=False)
 
     def _offsets(
         self, text: pa.LargeStringArray, some: Numbers

@@ -121,7 +121,7 @@ class ChatReference(TrainingReference):
         """
         call = self.call_with(own)
         text = call.render(messages)
-        encoded = self.tokenizer(text, add_special_tokens=False)
+        encoded = self.calling(text, add_special_tokens=False)
         ids = list(encoded["input_ids"])
         if answers is None:
             return [token | int(LOSS) for token in ids] if self.loss_on == "all" else ids

@@ -96,7 +96,7 @@ class ImageChatReference(ImageTrainingReference, ChatReference):
         expanded, stretches, moved = self._expanded(text, images)
         bos = self.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
-        encoded = self.tokenizer(expanded, add_special_tokens=special, return_offsets_mapping=True)
+        encoded = self.calling(expanded, add_special_tokens=special, return_offsets_mapping=True)
         if list(encoded["input_ids"]) != ids:
             raise NotUnderstoodError("which of its tokens have loss is unknown: they are not those of the text")
         low, high = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T

@@ -20,7 +20,7 @@ from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
 from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_in
 from gpuload.kinds.images.reference import ProcessorReference
-from gpuload.media.dry_run import NotUnderstoodError, Size, apart, image_token_of
+from gpuload.media.dry_run import NotUnderstoodError, Size, image_token_of
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
@@ -106,9 +106,7 @@ class ImageEngine(HostEngine):
     def _find_rule(self) -> _Found:
         try:
             kwargs = self._reference.images.mm_processor_kwargs
-            rule = ImageRule(self._reference.processor, kwargs)
-            if rule.pads:
-                rule = ImageRule(apart(rule.processor), kwargs)
+            rule = ImageRule(self._reference.called, kwargs)
             if why := difference(self, rule):
                 return None, why, None
             return rule, None, type_ids(self._reference, rule)
@@ -141,8 +139,7 @@ class ImageEngine(HostEngine):
         if self._nbytes is not None:  # of whole rows; an encoder for much text would take longer to build than to use
             whole, prompts = source.decoded_bytes(None), source.decoded_bytes((prompt_key,))
             self._nbytes = self._nbytes * prompts // max(1, whole)
-        if not self.by_prompt:  # which finds the rule first: meanwhile, the tokenizer may pad
-            self._begin()
+        self._begin()
         # Row by row, small batches keep all threads busy.
         joined = BATCH_BYTES if self.by_prompt else JOINED_BYTES
         return read_prompts(source, prompt_key, self._reference.images, self.spool, joined)
@@ -297,10 +294,10 @@ class ImageEngine(HostEngine):
     def token_of_images(self) -> tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """What stands for an image in rendered text; the text of the first special token, and what a tokenizer adds
         before and after a text without it."""
-        tokenizer = self._reference.tokenizer
+        tokenizer, calling = self._reference.tokenizer, self._reference.calling
         with self._lock:
             if not hasattr(self, "_added"):
-                plain, whole = (list(tokenizer("x", add_special_tokens=each)["input_ids"]) for each in (False, True))
+                plain, whole = (list(calling("x", add_special_tokens=each)["input_ids"]) for each in (False, True))
                 at = next((k for k in range(len(whole)) if whole[k : k + len(plain)] == plain), 0)
                 self._added = (tuple(whole[:at]), tuple(whole[at + len(plain) :]))
         return image_token_of(self._reference.processor), tokenizer.bos_token or "", self._added

@@ -102,7 +102,7 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
                 f"images in the data are not cached: {directory} is on a file system without hard links"
             )
         pixels = Pixels(
-            engine.reference.processor, images.mm_processor_kwargs, images.turns, engine.spool, images.media == "inputs"
+            engine.reference.called, images.mm_processor_kwargs, images.turns, engine.spool, images.media == "inputs"
         )
     return facts_of(engine, key, sizes), images, pixels
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from gpuload.core.errors import DataError
-from gpuload.media.dry_run import apart, image_token_of, pad_no_more, pads
+from gpuload.media.dry_run import image_token_of
 from gpuload.media.headers import ImageError, decode, sample_of
 from gpuload.media.references import Media
 from gpuload.media.spool import Spool
@@ -40,11 +40,7 @@ class Pixels:
 
     def __init__(self, processor: Any, kwargs: Mapping[str, Any], turns: bool, spool: Spool, inputs: bool):
         self._processor, self._kwargs, self._turns, self._spool = processor, dict(kwargs), turns, spool
-        self._with_text = False
-        if inputs:
-            self._with_text = not self._same_without_text()
-            # Without text, too: some processors write it themselves.
-            self._processor = apart(processor) if self._with_text or pads(processor) else processor
+        self._with_text = inputs and not self._same_without_text()
 
     def images(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> list[list[Any]]:
         """The images of some rows, RGB.
@@ -82,9 +78,7 @@ class Pixels:
         noise = np.random.default_rng(0)
         images = [[Image.fromarray(noise.integers(0, 256, (*size, 3), np.uint8)) for size in row] for row in _TRIED]
         try:
-            wanted = self._made(images, with_text=True)
-            pad_no_more(self._processor)
-            found = self._made(images, with_text=False)
+            wanted, found = (self._made(images, with_text) for with_text in (True, False))
         except Exception:  # whatever a processor raises that wants text
             return False
         return wanted.keys() == found.keys() and all(_is_same(value, found[name]) for name, value in wanted.items())

@@ -13,7 +13,7 @@ from gpuload.kinds.images.cached import ImageColumns, as_json
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
-from gpuload.media.dry_run import call, ids_of
+from gpuload.media.dry_run import apart, call, ids_of
 from gpuload.media.headers import decode
 from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
@@ -44,10 +44,10 @@ class ProcessorReference(Reference):
         super().__init__(tokenizer, chat_template=_template(processor, given), **others)
         self.name = getattr(tokenizer, "name_or_path", "") or type(processor).__name__
 
-    @property
+    @cached_property
     def called(self) -> Any:
-        """The processor whose calls make ids: a copy of one that pads, see `apart`."""
-        return self.processor if self._rule is None else self._rule.processor
+        """The processor whose calls make ids: those of the given one set what counts for calls on other threads."""
+        return apart(self.processor)
 
     def given(self, row: Any) -> Any:
         """What the template gets of a row of the column of `ImagePrompts`."""

@@ -194,12 +194,12 @@ class ServedReference(ChatReference):
     def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
         """An answer behind its prompt as ids, and whether both were encoded by themselves."""
         prompt = self.encode(turn.prompt)
-        encoded = self.tokenizer(turn.prompt + turn.answer, add_special_tokens=False)
+        encoded = self.calling(turn.prompt + turn.answer, add_special_tokens=False)
         ids, begin, shift = list(encoded["input_ids"]), len(prompt), len(turn.prompt)
         merged = ids[:begin] != prompt
         if merged:
             before = self.anchor
-            encoded = self.tokenizer(before + turn.answer, add_special_tokens=False)
+            encoded = self.calling(before + turn.answer, add_special_tokens=False)
             skipped = self.anchor_size
             answer, shift = list(encoded["input_ids"])[skipped:], len(before)
             ids, begin = prompt + answer, len(prompt)
