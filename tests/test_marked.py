@@ -421,6 +421,16 @@ def test_whose_block_it_is(
         ("{% if m.x %}{% generation %}a{% endgeneration %}{% endif %}{% generation %}b{% endgeneration %}", 2),
         ("{% for p in m.x %}{% generation %}a{% endgeneration %}{% endfor %}", 2),
         (
+            "{% set x = m.x %}{% if x %}{% generation %}a{% endgeneration %}{% set x = false %}{% endif %}"
+            "{% if not x %}{% generation %}b{% endgeneration %}{% endif %}",
+            2,
+        ),
+        (
+            "{% if ns.x %}{% generation %}a{% endgeneration %}{% set ns.x = false %}{% endif %}"
+            "{% if not ns.x %}{% generation %}b{% endgeneration %}{% endif %}",
+            2,
+        ),
+        (
             "{% for p in [] %}{% else %}{% generation %}a{% endgeneration %}{% endfor %}"
             "{% generation %}b{% endgeneration %}",
             2,

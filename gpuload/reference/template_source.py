@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 
 import jinja2
@@ -77,9 +77,12 @@ def blocks_of_a_message(template: str) -> int:
     if environment is None:
         return 2
     tree = environment.parse(template)
-    if any(_most_blocks(macro.body, 0) for macro in tree.find_all(jinja2.nodes.Macro)):
+    if any(_most_blocks(macro.body, 0, set()) for macro in tree.find_all(jinja2.nodes.Macro)):
         return 2  # a message may call it several times
-    return max((_most_blocks(loop.body, 1) for loop in _outermost_loops(tree.body)), default=0)
+    changing: set[str] = set()
+    for node in tree.find_all((jinja2.nodes.Assign, jinja2.nodes.AssignBlock)):
+        changing |= _names(node.target)  # type: ignore[attr-defined]
+    return max((_most_blocks(loop.body, 1, changing) for loop in _outermost_loops(tree.body)), default=0)
 
 
 def _outermost_loops(nodes: Sequence[jinja2.nodes.Node]) -> Iterator[jinja2.nodes.For]:
@@ -90,33 +93,41 @@ def _outermost_loops(nodes: Sequence[jinja2.nodes.Node]) -> Iterator[jinja2.node
             yield from _outermost_loops(list(node.iter_child_nodes()))
 
 
-def _most_blocks(nodes: Sequence[jinja2.nodes.Node], loops: int) -> int:
-    """The most that one pass through some nodes has. An inner loop may have any number."""
+def _most_blocks(nodes: Sequence[jinja2.nodes.Node], loops: int, changing: Set[str]) -> int:
+    """The most that one pass through some nodes has. An inner loop may have any number. `changing` are the variables
+    that the template sets, which may differ between two conditions."""
     found: list[tuple[jinja2.nodes.Node, int]] = []
     for node in nodes:
         if isinstance(node, jinja2.nodes.If):
             branches = [node.body, *(each.body for each in node.elif_), node.else_]
-            found.append((node, max(_most_blocks(each, loops) for each in branches)))
+            found.append((node, max(_most_blocks(each, loops, changing) for each in branches)))
         elif isinstance(node, jinja2.nodes.For):
-            inner = _most_blocks(node.body, loops + 1) * (2 if loops else 1)
-            found.append((node, max(inner, _most_blocks(node.else_, loops))))
+            inner = _most_blocks(node.body, loops + 1, changing) * (2 if loops else 1)
+            found.append((node, max(inner, _most_blocks(node.else_, loops, changing))))
         else:
             call = node.call.node if isinstance(node, jinja2.nodes.CallBlock) else None
             own = isinstance(call, jinja2.nodes.ExtensionAttribute) and call.name == "_generation_support"
-            found.append((node, own + _most_blocks(getattr(node, "body", ()), loops)))
+            found.append((node, own + _most_blocks(getattr(node, "body", ()), loops, changing)))
     having = [(node, count) for node, count in found if count]
-    together = [sum(count for other, count in having if not _exclude(node, other)) for node, _ in having]
+    together = [sum(count for other, count in having if not _exclude(node, other, changing)) for node, _ in having]
     return max(together, default=0)
 
 
-def _exclude(one: jinja2.nodes.Node, other: jinja2.nodes.Node) -> bool:
+def _exclude(one: jinja2.nodes.Node, other: jinja2.nodes.Node, changing: Set[str]) -> bool:
     """Whether two conditions with one branch each cannot both be true: one asks for what the other one denies."""
     if not isinstance(one, jinja2.nodes.If) or not isinstance(other, jinja2.nodes.If):
         return False
     if one.elif_ or one.else_ or other.elif_ or other.else_:
         return False
     first, second = (_parts(each.test) for each in (one, other))
-    return any(a == _negated(b) for a in first for b in second)
+    fixed = [part for part in first if not changing & _names(part)]
+    return any(a == _negated(b) for a in fixed for b in second)
+
+
+def _names(node: jinja2.nodes.Node) -> set[str]:
+    """The variables in an expression, or in what is assigned to."""
+    kinds = jinja2.nodes.Name, jinja2.nodes.NSRef
+    return {each.name for each in (node, *node.find_all(kinds)) if isinstance(each, kinds)}
 
 
 def _parts(test: jinja2.nodes.Node) -> list[jinja2.nodes.Node]:
