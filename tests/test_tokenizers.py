@@ -203,10 +203,9 @@ def replaced(name: str) -> Any:
     [
         lambda: Replacing(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE),
         lambda: Cutting(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE),
-        lambda: replaced("apply_chat_template"),
         lambda: replaced("_encode_plus"),
     ],
-    ids=["_convert_encoding", "set_truncation_and_padding", "own apply_chat_template", "own _encode_plus"],
+    ids=["_convert_encoding", "set_truncation_and_padding", "own _encode_plus"],
 )
 def test_whatever_changes_the_ids_of_a_tokenizer(make: Callable[[], Any], write: Callable[..., str]) -> None:
     tokenizer, texts = make(), [text for text in TEXTS if text.isascii()]

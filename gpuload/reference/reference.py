@@ -94,8 +94,7 @@ class Reference:
 
     @property
     def _renders_its_own_way(self) -> bool:
-        name = "apply_chat_template"
-        return getattr(type(self.tokenizer), name) is not getattr(_base_class(), name) or name in vars(self.tokenizer)
+        return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
 
     def _template(self, given: str | os.PathLike[str], option: str = "chat_template") -> str:
         """The name or text of a template that an option gives by name, as text or as a file."""

@@ -159,6 +159,9 @@ class HostEngine:
             building = self._building
         if building is None or not building.done() or building.exception() is not None or not building.result().live:
             return False
+        tokenizer, calling = self._reference.tokenizer, self._reference.calling
+        if calling is not tokenizer:  # its model may be another one, too
+            calling.backend_tokenizer.model = tokenizer.backend_tokenizer.model
         building.result().forget()
         return True
 
