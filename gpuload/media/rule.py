@@ -75,7 +75,6 @@ class ImageRule:
         kwargs: further arguments of its calls.
 
     Attributes:
-        processor: the same.
         rung: of the ladder, in words.
         token: what stands for an image in rendered prompts.
         confirmed: whether a row of data had the processor's own ids.
@@ -85,7 +84,7 @@ class ImageRule:
     """
 
     def __init__(self, processor: Any, kwargs: Mapping[str, Any]):
-        self.processor, self._kwargs = processor, dict(kwargs)
+        self._processor, self._kwargs = processor, dict(kwargs)
         self._tokenizer = processor.tokenizer
         self._special = _pattern_of_special(self._tokenizer)
         self._run = _runner(processor, kwargs)
@@ -143,7 +142,7 @@ class ImageRule:
         sizes = [(each.height, each.width) for each in images]
         if self._run.on_meta:
             images = [self._run.image(*size) for size in sizes]
-        return ids_of(call(self.processor, text, images, self._run.kwargs_for(sizes)))
+        return ids_of(call(self._processor, text, images, self._run.kwargs_for(sizes)))
 
     def _dry(self, sizes: tuple[Size, ...]) -> list[Expansion]:
         if sizes not in self._known:
@@ -192,13 +191,13 @@ class ImageRule:
             return
         counts = self._counts(list(found))
         forms = {_form_of(each, counts.get(size)) for size, each in found.items()}
-        grids = _Grids.of(self.processor, self._kwargs, found)
+        grids = _Grids.of(self._processor, self._kwargs, found)
         if len(forms) == 1 and None not in forms and grids is not None:
             (self._form,), self._grids = forms, grids
 
     def _counts(self, sizes: Sequence[Size]) -> dict[Size, int]:
         """What the processor's own method counts."""
-        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
         if count is None:
             return {}
 

@@ -154,7 +154,7 @@ class Kind(Generic[Dataset]):
         return ()
 
     def nothing_left(self, report: Report, template: str) -> GpuloadError | None:
-        """The error for data of which no row is left, if this kind knows a better one than the list of reasons.
+        """The error for data of which all rows were dropped, if this kind knows a better one than the list of reasons.
         `template` is the text of the chat template."""
         return None
 

@@ -112,11 +112,10 @@ def spans_with_loss(
     found = {}
     for span, (messages, by_text) in messages_of(spans, texts, ours, alone).items():
         weights = {loss[message] for message in messages}
-        if len(weights) != 1 and not by_text:
-            raise UnknownAnswersError(_WHOSE)
         if len(weights) != 1:
             what = "different weights" if all(weights) else "and without loss"
-            raise UnknownAnswersError(f"messages with {what} are one answer in what the template renders")
+            one = f"messages with {what} are one answer in what the template renders"
+            raise UnknownAnswersError(one if by_text else _WHOSE)
         found[span] = weights.pop()
     return {span: found[span] for span in spans if found[span]}
 

@@ -105,11 +105,10 @@ class ImageEngine(HostEngine):
 
     def _find_rule(self) -> _Found:
         try:
-            kwargs = self._reference.images.mm_processor_kwargs
-            rule = ImageRule(self._reference.called, kwargs)
+            rule = ImageRule(self._reference.called, self._reference.images.mm_processor_kwargs)
             if why := difference(self, rule):
                 return None, why, None
-            return rule, None, type_ids(self._reference, rule)
+            return rule, None, type_ids(self._reference, rule.token)
         except Exception as error:
             understood = isinstance(error, NotUnderstoodError)
             return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None

@@ -28,11 +28,11 @@ def difference(engine: Any, rule: ImageRule) -> str | None:
         rule: to be checked.
     """
     reference = engine._reference
-    kwargs = reference.images.mm_processor_kwargs
+    processor, kwargs = reference.called, reference.images.mm_processor_kwargs
     bos = getattr(reference.tokenizer, "bos_token", None) or ""
     for text, sizes in _CASES:
         text = text.format(rule.token, bos=bos)
-        made = call(rule.processor, text, [black(*size) for size in sizes], kwargs)
+        made = call(processor, text, [black(*size) for size in sizes], kwargs)
         images = rule.of(sizes) if sizes else []
         (found,), wrong = engine.spliced([text], [images])
         if wrong or found.tolist() != ids_of(made):
@@ -44,11 +44,12 @@ def difference(engine: Any, rule: ImageRule) -> str | None:
     return None
 
 
-def type_ids(reference: Any, rule: ImageRule) -> tuple[str, tuple[int, ...]] | None:
+def type_ids(reference: Any, token: str) -> tuple[str, tuple[int, ...]] | None:
     """Under which name a processor says of each token whether it stands for an image, and the ids of those that do;
     None if it does not, or in another way."""
-    made = call(rule.processor, f"a {rule.token} b", [black(112, 84)], reference.images.mm_processor_kwargs)
-    wanted = image_ids_of(rule.processor)
+    processor = reference.called
+    made = call(processor, f"a {token} b", [black(112, 84)], reference.images.mm_processor_kwargs)
+    wanted = image_ids_of(processor)
     if wanted is None:
         return None
     for name in ("mm_token_type_ids", "token_type_ids"):

@@ -206,12 +206,14 @@ class ServedReference(ChatReference):
         found = np.zeros(len(ids) - begin, np.int32)
         if loss == [(0, len(turn.answer))]:
             found[:] = bits
+        elif mask_rules().overlapping:
+            offsets = np.array(encoded.encodings[0].offsets, np.int64).reshape(-1, 2)
+            low, high = offsets[len(offsets) - len(found) :].T - shift
+            for start, end in loss:
+                found[(low < end) & (high > start)] = bits
         else:
             first = begin if not merged else skipped
-            for at, (low, high) in enumerate(encoded.encodings[0].offsets[first:] if mask_rules().overlapping else ()):
-                if any(shift + start < high and low < shift + end for start, end in loss):
-                    found[at] = bits
-            for start, end in loss if not mask_rules().overlapping else ():
+            for start, end in loss:
                 low, high = encoded.char_to_token(shift + start), encoded.char_to_token(shift + end - 1)
                 if low is not None:
                     found[max(low - first, 0) : len(found) if high is None else high + 1 - first] = bits
