@@ -1,9 +1,10 @@
 """The first load of a process by number of rows, compared with the tokenizer row by row: `python -m bench.startup`.
 
-Each run is a process of its own, forked from one that has imported torch, transformers and pandas and opened the
-tokenizer. What gpuload imports is in its seconds. Row by row means a frame of pandas, and `apply_chat_template` for
-each row, to filter by length. gpuload is measured without anything on disk, not even what it
-keeps of a tokenizer; again with that; and with the ids of the same rows cached.
+Each run is a new process, which imports torch, transformers, pandas and pyarrow and opens the tokenizer before its
+seconds begin. What gpuload imports is in its seconds. Row by row means a frame of pandas, and `apply_chat_template` for
+each row, to filter by length. gpuload is measured without anything on disk, not even what it keeps of a tokenizer;
+again with that; and with the ids of the same rows cached. No process is forked from one with these imports, as no
+trainer's is: what a child touches of its parent's memory is copied, 3,400 pages for the imports alone.
 
 If GPULOAD_TOKENIZERS1 names a folder with `tokenizers` 1.0, the rows are also rendered by transformers and encoded by
 1.0, with which transformers 5 does not import: what is left to gain once it does. That is compared by CPU time.
@@ -17,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from bench import documents
 from bench.data import SHARED, find_tokenizer
 from bench.environment import commit, machine, versions
+from bench.process import run_command
 from bench.report import BY_ROW, BY_ROW_1
 from bench.startup_table import RECORD, startup_table, tokenizers1_table
 from gpuload.demo_data import demo_files
@@ -68,10 +69,14 @@ def prompts_of(files: list[Path]) -> pa.Table:
     return pa.concat_tables(found)
 
 
-def measure(task: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     """One contender on one file, in this process."""
     import pandas as pd
+    import torch  # noqa: F401
+    from transformers import AutoTokenizer
 
+    assert not any(name.startswith(("gpuload.kinds", "gpuload.engines")) for name in sys.modules)
+    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     tokenizer("x")
     if task["contender"] in (BY_ROW, BY_ROW_1):
         length_of = _length_of(tokenizer, task["contender"])
@@ -103,25 +108,15 @@ def measure(task: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _in_child(task: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """`measure` in a new process, which has what this one has imported."""
-    assert not any(name.startswith(("gpuload.kinds", "gpuload.engines")) for name in sys.modules)
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.environ["GPULOAD_CACHE"] = task["cache"]
-            os.write(there, json.dumps(measure(task, tokenizer)).encode())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    os.close(there)
-    with open(here) as answer:
-        text = answer.read()
-    if os.waitpid(child, 0)[1]:
-        raise SystemExit(f"a run of {task['contender']} failed")
-    return dict(json.loads(text))
+def _in_process(task: dict[str, Any]) -> dict[str, Any]:
+    """`measure` in a new process."""
+    # Installed packages are compiled.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-m", "bench.startup", "--task", json.dumps(task)]
+    done = run_command(command, env=env | {"GPULOAD_CACHE": task["cache"]})
+    if done.returncode:
+        raise SystemExit(f"a run of {task['contender']} failed:\n{done.stderr}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
@@ -136,16 +131,6 @@ def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
     )
 
 
-def _opened(name: str) -> Any:
-    """A tokenizer, after the imports that are in nobody's seconds. It must not encode here: after a fork it would not
-    use threads any more."""
-    import pandas  # noqa: F401
-    import torch  # noqa: F401
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -153,11 +138,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="numbers of rows")
     parser.add_argument("--quick", action="store_true", help="three numbers of rows, one run, no record")
     parser.add_argument("--tokenizer", help="directory or name; Qwen2.5 by default")
+    parser.add_argument("--task", help=argparse.SUPPRESS)  # one run, of this program's own
     given = parser.parse_args()
+    if given.task:
+        print(json.dumps(measure(json.loads(given.task))))
+        return
     repeats, rows = (1, (500, 5_000, 20_000)) if given.quick else (given.repeats, tuple(given.rows))
-    sys.dont_write_bytecode = False  # installed packages are compiled
     name_or_path = find_tokenizer(given.tokenizer)
-    tokenizer = _opened(name_or_path)
     record: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
@@ -170,7 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, files in write_datasets(Path(directory), rows).items():
             record["datasets"][name] = {
-                str(number): _runs(str(file), tokenizer, number <= given.rows_by_row, repeats, Path(directory))
+                str(number): _runs(str(file), name_or_path, number <= given.rows_by_row, repeats, Path(directory))
                 for number, file in files.items()
             }
     if not given.quick:
@@ -182,7 +169,7 @@ def main() -> None:
         print(tokenizers1_table(record))
 
 
-def _runs(file: str, tokenizer: Any, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
+def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
     """The answers of all contenders for one file, and that they agree."""
     found: dict[str, list[Any]] = {}
     for run in range(repeats):
@@ -193,8 +180,8 @@ def _runs(file: str, tokenizer: Any, by_row: bool, repeats: int, directory: Path
             if contender == "known tokenizer":
                 for ids in (caches / "tokens").glob("*"):
                     ids.unlink()
-            task = {"contender": contender, "file": file, "cache": str(caches)}
-            found.setdefault(contender, []).append(_in_child(task, tokenizer))
+            task = {"contender": contender, "file": file, "tokenizer": tokenizer, "cache": str(caches)}
+            found.setdefault(contender, []).append(_in_process(task))
         shutil.rmtree(caches, ignore_errors=True)
     counts = {(run["rows"], run["tokens"]) for runs in found.values() for run in runs}
     assert len(counts) == 1, counts
