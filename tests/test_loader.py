@@ -128,6 +128,24 @@ def test_resume_gives_the_identical_next_batches(prompts: gpuload.PromptDataset)
     assert [rows(batch) for batch in resumed] == [rows(batch) for batch in loader]  # and the epoch after it
 
 
+def test_an_iteration_that_goes_on_does_not_move_the_place_that_was_set_since(prompts: gpuload.PromptDataset) -> None:
+    state = prompts.loader(10).state_dict() | {"position": 50}
+    for begin in (lambda loader: loader.load_state_dict(state), lambda loader: loader.set_epoch(5)):
+        loader = prompts.loader(10)
+        old = iter(loader)
+        next(old)
+        begin(loader)
+        place = loader.state_dict()
+        list(old)
+        assert loader.state_dict() == place
+    loader = prompts.loader(10)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    list(first)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 10)
+
+
 def test_a_state_at_the_end_of_an_epoch_begins_the_next(prompts: gpuload.PromptDataset) -> None:
     loader = prompts.loader(8, shuffle=True)
     list(loader)

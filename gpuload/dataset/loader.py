@@ -68,6 +68,7 @@ class Loader(ABC):
         self.epoch = 0
         self._position = 0  # rows or packs of this epoch that all ranks have yielded so far
         self._resuming = False
+        self._running: object = None  # the last `iter()`, until the next one or another place to begin at is set
         if len(self) == 0:
             if not len(dataset):
                 raise OptionError("there is no batch: the dataset has no rows")
@@ -98,14 +99,17 @@ class Loader(ABC):
         if self._position and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._position = self.epoch + 1, 0
         self._resuming = False
+        self._running = running = object()
         total, settings = self._total(self.epoch), {name: self._settings[name] for name in _SHARES}
         step = settings["batch_size"] * settings["world_size"]
         parts = share(total, position=self._position, rank=self._rank, **settings)
         for batch in self._dataset.ahead(self._batches(parts)):
-            self._position = min(self._position + step, total)
+            if self._running is running:  # one that goes on after another has begun does not move that one's place
+                self._position = min(self._position + step, total)
             yield batch
             del batch  # of pixels, hundreds of megabytes: not kept while the consumer waits for the next one
-        self.epoch, self._position = self.epoch + 1, 0
+        if self._running is running:
+            self.epoch, self._position = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next `iter()` at the beginning of the given epoch.
@@ -123,7 +127,7 @@ class Loader(ABC):
             OptionError: It is not such a number.
         """
         check_counts(epoch=(epoch, 0))
-        self.epoch, self._position, self._resuming = int(epoch), 0, False
+        self.epoch, self._position, self._resuming, self._running = int(epoch), 0, False, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this loader, for `load_state_dict`.
@@ -182,7 +186,7 @@ class Loader(ABC):
             )
         epoch = int(state["epoch"])
         position = _position_of(state, self._total(epoch), self._unit)
-        self.epoch, self._position, self._resuming = epoch, position, True
+        self.epoch, self._position, self._resuming, self._running = epoch, position, True, None
 
 
 class PromptLoader(Loader):

@@ -142,6 +142,9 @@ class Spool:
     def _kept(self, name: str) -> Path:
         return self._directory / f"{name}{IMAGES}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Spool":
+        return self  # a copy in this process has the same files, for as long as one of them is there
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_directory": self._directory, "_paths": self._paths, "_owner": None}
 

@@ -13,7 +13,7 @@ from slime.rollout.sft_rollout import generate_rollout
 def sft_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[Any]:
     """Returns the samples of a step, with tokens and loss masks.
 
-    Samples that have no tokens yet are tokenized by slime's own function.
+    Samples that have no loss mask yet are tokenized by slime's own function, which rejects texts.
 
     Args:
         args: slime's arguments.
@@ -27,7 +27,7 @@ def sft_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool =
     assert not evaluation
     assert args.rollout_global_dataset
     groups: list[Any] = data_source.get_samples(args.rollout_batch_size)
-    without = [group for group in groups if not group[0].tokens]
+    without = [group for group in groups if group[0].loss_mask is None]
     if without:
         generate_rollout(args, rollout_id, SimpleNamespace(get_samples=lambda count: without))
     for (sample,) in groups:
