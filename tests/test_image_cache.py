@@ -1,5 +1,6 @@
 """Data with images in the token cache and in stores on disk: a second load opens no image, and has the same rows."""
 
+import copy
 import errno
 import gc
 import json
@@ -414,6 +415,14 @@ def test_a_pickled_dataset_whose_images_are_gone(qwen: Any, tmp_path: Path, warm
         DataError, match=r"row 0: image 0 cannot be .* is gone, .* Keep the dataset there, or load again"
     ):
         pickle.loads(pickled).images(0)
+
+
+def test_a_deep_copy_keeps_its_images(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    found = load(write(tmp_path / "x.parquet", held()), qwen, media="inputs", token_cache=False)
+    copied = copy.deepcopy(found)
+    del found
+    gc.collect()
+    assert len(copied.images(0)) == 1
 
 
 @STORES

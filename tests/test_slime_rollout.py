@@ -183,6 +183,19 @@ def test_sft(kind: str, model: dict[str, str], tmp_path: Path) -> None:
     assert check_sft(path, **model) == []
 
 
+def test_sft_of_prompts_that_became_texts(model: dict[str, str], tmp_path: Path) -> None:
+    args = arguments(
+        write(tmp_path / "a.jsonl", conversations()), model["folder"], apply_chat_template=True, n_samples_per_prompt=1,
+        rollout_batch_size=2, rollout_function_path="gpuload.integrations.slime.sft_rollout", loss_mask_type="qwen",
+    )  # fmt: skip
+    raised = []
+    for rollout, source in ((slime_sft.generate_rollout, RolloutDataSourceWithBuffer), (sft_rollout, DataSource)):
+        with pytest.raises(TypeError) as error:
+            rollout(args, 0, source(args))
+        raised.append(str(error.value))
+    assert raised[0] == raised[1]
+
+
 def test_masks_of_code_that_is_not_known(
     model: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
