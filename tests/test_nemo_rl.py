@@ -278,3 +278,18 @@ def test_rows_that_nemo_rl_tokenizes_all(tmp_path: Path, qwen_folder: str, caplo
     assert type(made.dataset).__name__ != "NemoConversations"
     assert "falls back to NeMo-RL for" in caplog.text
     assert "is not text" in caplog.text
+
+
+def test_long_rows_are_dropped_if_nemo_rl_tokenizes_all_others(
+    tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [turn("user", [{"type": "text", "text": "Hi"}]), turn("assistant", [{"type": "text", "text": "a"}])]
+    path = tmp_path / "parts.jsonl"
+    long = [turn("user", "long " * 80), turn("assistant", "x")]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (parts, long)))
+    name = "gpuload.integrations.nemo_rl.ChatDataset"
+    more = {"max_input_seq_length": 40, "use_preserving_dataset": True}
+    made = setup_sft(name, str(path), {"name": qwen_folder}, (True, True, False), 40, **more)
+    assert len(made.dataset) == 1
+    assert made.dataset.fallback == {0: "the content of a message is not text"}
+    assert "gpuload: dropped 1 of 2 rows with max_input_seq_length=40 tokens or more" in caplog.text

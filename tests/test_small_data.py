@@ -60,7 +60,7 @@ print(seen, gc.isenabled())
 def test_the_package_is_imported_without_garbage_collections() -> None:
     """There is at most one at the end, of the new objects (start and stop); without the pause there are some dozens."""
     done = subprocess.run([sys.executable, "-c", COLLECTIONS], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout.strip() in ("[] True", "[0, 0] True")
+    assert done.stdout.strip() in ("[] True", "[0, 0] True", "[1, 1] True")  # a generation by version of Python
 
 
 def test_ids_of_little_data_are_cached_for_tokenizers_given_by_name(

@@ -19,8 +19,10 @@ def open_sources(files: Any, options: Options) -> list[Source]:
 
 
 def open_all(files: Any, options: Options) -> list[Source]:
-    """Opens files or a frame; a `DataError` if there are no rows."""
-    if is_frame(files):
+    """Opens files or a frame, unless they are a list of `Source`; a `DataError` if there are no rows."""
+    if isinstance(files, list) and all(isinstance(each, Source) for each in files) and files:
+        sources = files
+    elif is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:
         found = resolve(files, options.cache_dir, options.remote_timeout, read_in_place=options.store == "disk")

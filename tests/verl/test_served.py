@@ -131,6 +131,52 @@ def test_thinking_of_all_rows(write: Any, tokenizer: Any) -> None:
         assert ("[False|plain]" in tokenizer.decode(found[0][0])) == bool(own)
 
 
+def test_thinking_of_all_rows_and_of_some(write: Any, tokenizer: Any) -> None:
+    """As verl reads it, the default takes precedence over the arguments of all rows; here it is also for nulls, and for
+    files without the column, for which verl raises an error."""
+    tokenizer.chat_template = PRINTS_ARGUMENTS
+    chats = [conversation(f"q{n}", "a") for n in range(3)]
+    flags = {"messages": chats, "enable_thinking": [True, None, False]}
+    files = [
+        write(flags, name="0.parquet"),
+        write({"messages": chats}, name="1.parquet"),
+        write({"messages": chats, "enable_thinking": [None] * 3}, name="2.parquet"),
+    ]
+    config = {
+        **LONG,
+        "enable_thinking_default": False,
+        "apply_chat_template_kwargs": {"style": "plain", "enable_thinking": True},
+    }
+    found = rows_of(ServedSFTDataset(files, tokenizer, config))
+    assert ["[True|plain]" in tokenizer.decode(ids) for ids, _ in found] == [True] + [False] * 8
+    assert all("[False|plain]" in tokenizer.decode(ids) for ids, _ in found[1:])
+    own = write({"messages": chats[:2], "chat_template_kwargs": [{"enable_thinking": True}, None]}, name="3.parquet")
+    (one, _), (other, _) = rows_of(ServedSFTDataset(own, tokenizer, config))
+    assert "[True|plain]" in tokenizer.decode(one)
+    assert "[False|plain]" in tokenizer.decode(other)
+
+
+def test_a_column_of_tools_by_another_name(write: Any, tokenizer: Any) -> None:
+    """As in verl, a column `tools` is nothing special then, also in files without the other one."""
+    chats = [conversation("q", "a")]
+    one = write({"messages": chats, "tools": [TOOLS[:1]]}, name="0.parquet")
+    both = write({"messages": chats, "tools": [TOOLS[:1]], "functions": [TOOLS[1:]]}, name="1.parquet")
+    expected = [
+        loaded(write({"messages": chats}, name="2.parquet"), tokenizer),
+        loaded(write({"messages": chats, "tools": [TOOLS[1:]]}, name="3.parquet"), tokenizer),
+    ]
+    config = {**LONG, "tools_key": "functions"}
+    assert [rows_of(ServedSFTDataset(file, tokenizer, config)) for file in (one, both)] == expected
+    assert rows_of(ServedSFTDataset([one, both], tokenizer, config)) == sum(expected, [])
+
+
+def test_a_tokenizer_by_its_path_and_no_limit_of_rows(write: Any, qwen_folder: str) -> None:
+    file, config = write({"messages": [conversation("q", "a"), conversation("r", "b")]}), {"max_length": 64}
+    expected = loaded(file, qwen_folder)
+    dataset = ServedSFTDataset(file, qwen_folder, config, max_samples=0)
+    assert [int(row["attention_mask"].sum()) for row in dataset] == [len(ids) for ids, _ in expected]
+
+
 def test_longer_rows(write: Any, tokenizer: Any) -> None:
     file = write({"messages": THOUGHT})
     config = {"max_length": 30, "pad_mode": "no_padding"}
@@ -161,6 +207,12 @@ def test_wrong_data(write: Any, tokenizer: Any) -> None:
         ServedSFTDataset(write({"messages": THOUGHT, "images": [None] * 10}), tokenizer, LONG)
     with pytest.raises(DataError, match="column 'enable_thinking' holds string: convert it to booleans"):
         ServedSFTDataset(write({"messages": THOUGHT, "enable_thinking": ["no"] * 10}), tokenizer, LONG)
+    both = {"messages": THOUGHT, "enable_thinking": [True] * 10, "chat_template_kwargs": [{"style": "a"}] * 10}
+    with pytest.raises(DataError, match="columns 'enable_thinking' and 'chat_template_kwargs' both say how"):
+        ServedSFTDataset(write(both), tokenizer, LONG)
+    flags = {"messages": THOUGHT, "enable_thinking": [True] * 10}
+    with pytest.raises(PromptTooLongError, match=r"such as row 0 of \S*flags.parquet"):
+        ServedSFTDataset(write(flags, name="flags.parquet"), tokenizer, LONG | {"max_length": 3})
     with pytest.raises(DataError, match="messages"):
         ServedSFTDataset(write({"text": ["a"]}), tokenizer, LONG)
 

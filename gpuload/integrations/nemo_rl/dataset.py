@@ -168,11 +168,11 @@ class _TokenizedOnce:
         _, content, nbytes = identified(given, lambda row: (row, [chats[row], tools.get(row)]), others)
         templates = templates_of(tokenizer, kwargs)
 
-        def held(stored: StoredRows, chats: Sequence[Any] | FormattedChats) -> NemoConversations:
-            return NemoConversations.of(stored, chats, rows, self.task_name, self._limit)
+        def held(stored: StoredRows, chats: Sequence[Any] | FormattedChats, limit: int | None) -> NemoConversations:
+            return NemoConversations.of(stored, chats, rows, self.task_name, limit)
 
         def differs(stored: StoredRows) -> str | None:
-            made = held(stored, chats)
+            made = held(stored, chats, None)  # longer rows, too: which they are depends on their ids
             if not len(made.tokenized):
                 return ", ".join(Counter(made.fallback.values()))
             return self._difference(rows, chats, made)
@@ -192,7 +192,7 @@ class _TokenizedOnce:
         if isinstance(stored, str):
             return stored
         log_own_rows(logger, "NeMo-RL", Counter(stored.others.values()), len(chats))
-        return held(stored, later if isinstance(stored.ids, DiskTokens) else chats)
+        return held(stored, later if isinstance(stored.ids, DiskTokens) else chats, self._limit)
 
     def _difference(self, rows: Any, chats: list[Any], made: _Made) -> str | None:
         """Which row of a sample differs from NeMo-RL's."""

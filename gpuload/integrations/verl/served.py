@@ -23,8 +23,11 @@ from gpuload.integrations.processors import difference_of_ids, processor_problem
 from gpuload.integrations.verl.sft_store import planes_of, shape_row
 from gpuload.kinds.load_chats import load_chats
 from gpuload.kinds.served.options import OF_SERVED
+from gpuload.kinds.training_reference import KWARGS, TOOLS
+from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import resolve
-from gpuload.sources.read import open_file, with_prompts
+from gpuload.sources.frames import open_frame
+from gpuload.sources.read import Source, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +80,18 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
             raise OptionError(f"data.truncation={self.truncation!r}: expected error or right")
         if processor is not None and (why := processor_problem(processor)):
             raise OptionError(f"rows as served for verl: {why}")
+        if isinstance(tokenizer, str):
+            tokenizer = Reference(tokenizer).tokenizer
         self.tokenizer = tokenizer_of(processor or tokenizer)
         self._planes = planes_of(processor)
         kwargs = dict(plain(config.get("apply_chat_template_kwargs") or {}))
         messages = config.get("messages_key", "messages")
         files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
-        data = _as_read_by_load_chats(files, messages, config)
         default = config.get("enable_thinking_default")
-        by_row = isinstance(data, pa.Table) and "chat_template_kwargs" in data.column_names
-        if default is not None and default != "none" and not by_row:  # verl's own configuration says "none"
-            kwargs.setdefault("enable_thinking", bool(default))
+        # verl's own configuration says "none", which its class takes for true: here this would be a choice between
+        # prompts with and without thinking, which `missing_reasoning` makes.
+        if default is not None and default != "none":
+            kwargs["enable_thinking"] = bool(default)
         cut = self.truncation == "right"
         options = settings_under("data.gpuload", config.get("gpuload"), _KEYS) | {
             "turns": "served",
@@ -94,14 +99,15 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
             "format": "messages",
             "max_length": self.max_length if cut else NO_LIMIT,
             "overlong": "keep_start" if cut else "drop",
-            "max_samples": max_samples,
+            "max_samples": max_samples if max_samples > 0 else -1,
             "shuffle": bool(config.get("shuffle", False)),
             "seed": config.get("seed"),
             "cache_dir": config.get("cache_dir") or None,
             "chat_template": template_of(processor or tokenizer, kwargs.pop("chat_template", None)),
             "apply_chat_template_kwargs": kwargs,
         }
-        loaded = load_chats(data, self.tokenizer, **options)
+        found = resolve(files, options["cache_dir"], read_in_place=options.get("store") == "disk")
+        loaded = load_chats([_renamed(open_file(file), config) for file in found], self.tokenizer, **options)
         if "loss_weight" in loaded.column_names:
             raise OptionError("messages have weights, which verl's loss does not take: use 0 and 1")
         self._rows = loaded.token_store
@@ -132,33 +138,35 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
         )
 
 
-def _as_read_by_load_chats(files: Sequence[str], messages: str, config: Mapping[str, Any]) -> list[str] | pa.Table:
-    """Files with verl's columns, one of which has the messages, as `load_chats` reads them: themselves, or a table with
-    columns `tools` and `chat_template_kwargs`.
+def _renamed(source: Source, config: Mapping[str, Any]) -> Source:
+    """A file with verl's columns as `load_chats` reads it: with the names `tools` and `chat_template_kwargs`.
 
     Raises:
-        OptionError: there are columns with images or videos.
-        DataError: the column for `enable_thinking` has no booleans.
+        OptionError: there is a column with images or videos.
+        DataError: the column for `enable_thinking` has no booleans, or there are `chat_template_kwargs` next to it.
     """
     tools, thinking = config.get("tools_key", "tools"), config.get("enable_thinking_key", "enable_thinking")
-    media = {config.get("image_key", "images"), config.get("video_key", "videos")}
-    sources = [open_file(file) for file in resolve(files)]
-    found = {name for source in sources for name in source.schema.names}
-    if images := sorted(found & media):
-        raise OptionError(f"column {images[0]!r} has images or videos: rows as served are for texts")
-    if thinking not in found and (tools == "tools" or tools not in found):
-        return list(files)
-    tables = []
-    for source in sources:
-        parts = [part for part, _ in with_prompts(source, messages)]
-        table = pa.concat_tables(parts, promote_options="permissive")
-        table = table.select([name for name in table.column_names if name != "tools" or tools == "tools"])
-        table = table.rename_columns(["tools" if name == tools else name for name in table.column_names])
-        if thinking in table.column_names:
-            column = table[thinking].combine_chunks()
-            if not pa.types.is_boolean(column.type):
-                raise DataError(f"{source.name}: column {thinking!r} holds {column.type}: convert it to booleans")
-            kwargs = pa.StructArray.from_arrays([column], ["enable_thinking"], mask=column.is_null())
-            table = table.drop_columns([thinking]).append_column("chat_template_kwargs", kwargs)
-        tables.append(table)
-    return pa.concat_tables(tables, promote_options="permissive")
+    names = source.schema.names
+    for name in (config.get("image_key", "images"), config.get("video_key", "videos")):
+        if name in names:
+            raise OptionError(f"{source.name}: column {name!r} has images or videos: rows as served are for texts")
+    if thinking not in names and (tools == "tools" or not {tools, "tools"} & set(names)):
+        return source
+    if thinking in names and KWARGS in names:
+        raise DataError(
+            f"{source.name}: columns {thinking!r} and {KWARGS!r} both say how a row is rendered: drop one of them"
+        )
+
+    def renamed(table: pa.Table) -> pa.Table:
+        table = table.select([name for name in table.column_names if name != TOOLS or tools == TOOLS])
+        table = table.rename_columns([TOOLS if name == tools else name for name in table.column_names])
+        if thinking not in names:
+            return table
+        column = table[thinking].combine_chunks()
+        if not pa.types.is_boolean(column.type) and not pa.types.is_null(column.type):
+            raise DataError(f"{source.name}: column {thinking!r} holds {column.type}: convert it to booleans")
+        kwargs = pa.StructArray.from_arrays([column.cast(pa.bool_())], ["enable_thinking"], mask=column.is_null())
+        return table.drop_columns([thinking]).append_column(KWARGS, kwargs)
+
+    tables = [renamed(table) for table in source.batches()] or [renamed(source.schema.empty_table())]
+    return open_frame(pa.concat_tables(tables, promote_options="permissive"), source.name)
