@@ -11,6 +11,7 @@ make a row group. Everything is written into a temporary directory next to DIR, 
 overwritten is removed after that.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -132,6 +133,8 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
         raise OptionError(f"directory={directory!r:.80}: expected a path")
     try:
         place = Path(os.path.expanduser(directory)).resolve()
+        if place.is_symlink():  # a loop of links, for which Python 3.13 raises nothing
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links, a closed directory
         reason = getattr(error, "strerror", None) or error
