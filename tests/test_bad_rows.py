@@ -64,6 +64,7 @@ JSON_ROWS: list[tuple[Load, Row, Row, str]] = [
         "from is of type list, not text",
     ),
     (chats, SHAREGPT, {"conversations": [{"from": 5, "value": "q"}, TURNS[1]]}, "from is of type int, not text"),
+    (chats, SHAREGPT, {"conversations": [TURNS[0], {"value": "a"}]}, "a message has neither role nor from"),
     (chats, SHAREGPT, {"conversations": [TURNS[0], {"from": "gpt"}]}, "content of message 1 is null"),
     (chats, SHAREGPT, {"conversations": [TURNS[0], {"from": "function_call"}]}, "content of message 1 is null"),
     (chats, SHAREGPT, {"conversations": TURNS[0]}, "conversations is of type dict, not a list"),

@@ -167,7 +167,7 @@ def test_a_column_of_tools_by_another_name(write: Any, tokenizer: Any) -> None:
     ]
     config = {**LONG, "tools_key": "functions"}
     assert [rows_of(ServedSFTDataset(file, tokenizer, config)) for file in (one, both)] == expected
-    assert rows_of(ServedSFTDataset([one, both], tokenizer, config)) == sum(expected, [])
+    assert rows_of(ServedSFTDataset([one, both], tokenizer, config)) == [*expected[0], *expected[1]]
 
 
 def test_a_tokenizer_by_its_path_and_no_limit_of_rows(write: Any, qwen_folder: str) -> None:

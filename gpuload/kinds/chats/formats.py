@@ -62,9 +62,14 @@ def _sharegpt_row(turns: Any, system: Any, content: Content, marks: bool) -> Any
 
 
 def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
-    """A message of ShareGPT data with role and content; with `marks`, also those of loss (`template/loss_marks.py`)."""
-    if not isinstance(turn, dict) or turn.get("from") is None:
+    """A message of ShareGPT data with role and content; with `marks`, also those of loss (`template/loss_marks.py`).
+    A `RowError` if it has no sender."""
+    if not isinstance(turn, dict):
         return turn  # rendering rejects it, with a reason
+    if turn.get("from") is None:
+        if turn.get("role") is None:
+            raise RowError("a message has neither role nor from")
+        return turn
     check_text("from", turn["from"])
     kept = marks_of(turn) if marks else {}
     if turn["from"] != "function_call":
