@@ -24,14 +24,12 @@ from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_closed, is_path
 from gpuload.reference.made_columns import MadeColumns
+from gpuload.reference.own_rendering import OWN_ENCODING, renders_its_own_way
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
 from gpuload.reference.vocabulary import check_vocabulary, is_id
 from gpuload.reference.volatile import Clock
 
 Prompt = str | list[dict[str, Any]]
-
-# With these arguments the ids of `apply_chat_template` are not simply those of the rendered text.
-_OWN_ENCODING = ("tokenizer_kwargs", "return_assistant_tokens_mask")
 
 
 class Reference:
@@ -88,13 +86,9 @@ class Reference:
         self.call = TemplateCall(self.tokenizer, template, tools, kwargs, generation_prompt, calling=self.calling)
         if self.uses_template:
             self._check_arguments()
-            if not self._renders_its_own_way:
+            if not renders_its_own_way(self.tokenizer):
                 self._check_template()
         self._pad_token_id = pad_token_id
-
-    @property
-    def _renders_its_own_way(self) -> bool:
-        return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
 
     def _template(self, given: str | os.PathLike[str], option: str = "chat_template") -> str:
         """The name or text of a template that an option gives by name, as text or as a file."""
@@ -137,7 +131,7 @@ class Reference:
     @cached_property
     def template_text(self) -> str:
         """The source of the chat template; empty if none is used, or a class renders prompts in its own way."""
-        return "" if not self.uses_template or self._renders_its_own_way else self.call.text()
+        return "" if not self.uses_template or renders_its_own_way(self.tokenizer) else self.call.text()
 
     @property
     def pad_token_id(self) -> int:
@@ -183,7 +177,7 @@ class Reference:
     def encodes_rendered_text(self) -> bool:
         """Whether the ids of a prompt are the ids of its rendered text. Some arguments change that, and so may a class
         that overrides `apply_chat_template`."""
-        return not self._renders_its_own_way and not any(self.call.kwargs.get(key) for key in _OWN_ENCODING)
+        return not renders_its_own_way(self.tokenizer) and not any(map(self.call.kwargs.get, OWN_ENCODING))
 
     @property
     def sanitizes(self) -> bool:
@@ -337,12 +331,6 @@ def _plain(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     raise ValueError("chat_template=None expects plain strings, but this prompt is a list of messages")
-
-
-def _base_class() -> Any:
-    from transformers import PreTrainedTokenizerBase
-
-    return PreTrainedTokenizerBase
 
 
 def _from_file(name: str, trust_remote_code: bool) -> Any:

@@ -243,7 +243,8 @@ class TemplateCall:
         own = getattr(kind, "apply_chat_template", None)
         if own is not PreTrainedTokenizerBase.apply_chat_template or "apply_chat_template" in vars(self.tokenizer):
             return f"{kind.__name__} overrides apply_chat_template"
-        if getattr(kind, "get_chat_template", None) is not PreTrainedTokenizerBase.get_chat_template:
+        own = getattr(kind, "get_chat_template", None)
+        if own is not PreTrainedTokenizerBase.get_chat_template or "get_chat_template" in vars(self.tokenizer):
             return f"{kind.__name__} overrides get_chat_template"
         for name in _CHANGES_THE_TEXT:
             if self.kwargs.get(name):
