@@ -18,9 +18,10 @@ def renders_its_own_way(tokenizer: Any) -> bool:
     method = PreTrainedTokenizerBase.apply_chat_template
     if type(tokenizer).apply_chat_template is not method:
         return True
-    own, given = vars(tokenizer).get("apply_chat_template"), dict[str, Any]()
+    own: Any = vars(tokenizer).get("apply_chat_template")
+    given: dict[str, Any] = {}
     if isinstance(own, partial) and not own.args:
-        own, given = own.func, own.keywords
+        given, own = own.keywords, own.func
     if getattr(own, "__func__", None) is method:
         return any(map(given.get, OWN_ENCODING))
     return own is not None
