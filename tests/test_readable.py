@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpuload
-from gpuload.core.errors import GpuloadError, OptionError
+from gpuload.core.errors import DataError, GpuloadError, OptionError
 
 HOSTILE = '<script>alert("x")</script>\u202e'
 
@@ -94,6 +94,14 @@ def test_tokens_and_texts(prompts: Any, qwen: Any, capsys: pytest.CaptureFixture
     assert "openai/gsm8k" in elsewhere._repr_html_()
     with pytest.raises(GpuloadError, match="decode: a copy, or a dataset in another process"):
         elsewhere.decode(0)
+
+
+def test_columns_that_pandas_does_not_have(qwen_folder: str) -> None:
+    ids = pa.ListArray.from_arrays([0, 1], pa.array([bytes(16)], pa.uuid()))
+    prompts = gpuload.load(pa.table({"prompt": ["a"], "ids": ids}), qwen_folder, progress=False)
+    with pytest.raises(DataError, match=r"column 'ids' of type list<.*uuid>> cannot be converted to pandas \(Not impl"):
+        prompts.to_pandas()
+    assert prompts.to_arrow().read_all()["ids"].to_pylist() == prompts.take(["ids"])["ids"]
 
 
 def test_notebooks_show_no_markup_of_the_data(qwen_folder: str) -> None:

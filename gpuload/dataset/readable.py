@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, RowNumbers, row_number
-from gpuload.core.errors import GpuloadError
+from gpuload.core.errors import DataError, GpuloadError
 from gpuload.core.marks import split
 from gpuload.core.words import counted
 from gpuload.reference.reference import Reference
@@ -53,13 +53,19 @@ class Readable(ABC):
 
         Raises:
             GpuloadError: pandas is not installed.
-            DataError: As for `to_arrow`.
+            DataError: As for `to_arrow`, or pandas has no such values.
         """
         try:
             import pandas  # noqa: F401
         except ImportError as error:
             raise GpuloadError("to_pandas needs pandas: pip install pandas") from error
-        return self.to_arrow().read_all().to_pandas()
+        table = self.to_arrow().read_all()
+        try:
+            return table.to_pandas()
+        except pa.ArrowException:
+            for name in table.column_names:
+                _check_pandas(name, table.column(name))
+            raise
 
     def decode(self, row: int) -> Any:
         """Return the text of a row's tokens, special tokens included: what the model reads.
@@ -137,3 +143,14 @@ class Readable(ABC):
         from gpuload.dataset.notebook import table_html
 
         return table_html(repr(self), ("row", "tokens", *["text"] * bool(texts), *others), rows)
+
+
+def _check_pandas(name: str, column: pa.ChunkedArray) -> None:
+    """Checks that pandas has the values of a column; a `DataError` if not."""
+    try:
+        column.to_pandas()
+    except pa.ArrowException as error:
+        raise DataError(
+            f"column {name!r} of type {column.type!s:.60} cannot be converted to pandas ({error!s:.200}): convert it, "
+            "or use to_arrow"
+        ) from error
