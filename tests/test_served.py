@@ -301,6 +301,43 @@ def test_a_long_row_does_not_take_the_others_with_it(qwen: Any) -> None:
     kept = load(qwen, [MESSAGES], chat_template=STRIPPING, max_length=int(first))
     assert kept.lengths.tolist() == [first]
     assert kept.report.counts["rows as served over the limit"] == 1
+    assert (
+        kept.report.counts["answers learned"] == kept.report.counts["answers not learned, in rows over the limit"] == 1
+    )
+
+
+def test_answers_that_are_learned_in_rows_over_the_limit(qwen: Any) -> None:
+    """They are counted. The last row here begins with the first answer, which is learned in the second row."""
+    ask, answers = {"role": "user", "content": "q"}, ["one", "two", "three"]
+    messages = [each for text in answers for each in (ask, {"role": "assistant", "content": text})]
+    messages[3]["reasoning_content"] = "why " * 60
+    thought = "loop.index0 > ns.last and m.reasoning_content"
+    options = {"chat_template": STRIPPING.replace("loop.index0 > ns.last", thought)}
+    whole = load(qwen, [messages], **options)
+    for overlong, learned in (("drop", ["three"]), ("keep_start", ["one", "three"])):
+        data = load(qwen, [messages], max_length=60, overlong=overlong, **options)
+        assert [row[3].removesuffix("<|im_end|>") for row in shown(qwen, data)] == learned
+        counts = data.report.counts
+        assert counts["answers learned"] == len(learned)
+        assert counts["answers not learned, in rows over the limit"] == 3 - len(learned)
+    assert whole.report.counts["answers learned"] == 3
+
+
+def test_columns_with_the_names_of_those_that_are_made(qwen: Any) -> None:
+    table = pa.table({"messages": [[{k: m[k] for k in ("role", "content")} for m in MESSAGES]], "turn": ["mine"]})
+    data = gpuload.load_chats(table, qwen, turns="served", progress=False)
+    assert data[-1]["turn"] == 3
+    assert "the column turn is that of rows as served, not of the files" in data.report.notes
+
+
+def test_rows_of_text_among_conversations(qwen: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]})
+        + "\n"
+        + json.dumps({"prompt": "q", "completion": "a"})
+    )
+    data = gpuload.load_chats(str(tmp_path / "rows.jsonl"), qwen, turns="served", progress=False)
+    assert data.report.rejected == {"the row is text, not a conversation": 1}
 
 
 def test_wrong_options(qwen: Any) -> None:

@@ -13,6 +13,9 @@ import gpuload
 from gpuload.core.errors import OptionError
 from gpuload.kinds.served import engine
 from gpuload.kinds.served.reference import ServedReference
+from gpuload.sources.types import as_json
+
+KEEPING = STRIPPING.replace("loop.index0 > ns.last", "true")
 
 QUESTION, STOP = {"role": "user", "content": "Well?"}, "<|im_end|>"
 
@@ -34,6 +37,10 @@ def made(tokenizer: Any, rows: list[Any], as_json: bool = True, **options: Any) 
     if as_json:
         return load(tokenizer, rows, verify="full", **options)
     return gpuload.load_chats(pa.table({"messages": rows}), tokenizer, turns="served", verify="full", **options)
+
+
+def _template(text: str | None) -> dict[str, Any]:
+    return {} if text is None else {"chat_template": text}
 
 
 def learned(row: dict[str, Any]) -> list[int]:
@@ -220,6 +227,62 @@ def test_history_that_the_template_rewrites_is_tokenized_again(qwen: Any) -> Non
     assert data.report.counts["prompts in which the template rewrites answers with token_ids: ids of their text"] == 1
 
 
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("template", [None, STRIPPING, KEEPING])
+def test_missing_reasoning_does_not_concern_them(qwen: Any, template: str | None, count: int) -> None:
+    """Neither what is learned, nor the prompts of later answers, nor the report."""
+    end, empty = qwen.encode(STOP), split_up(qwen, "<think>\n\n</think>\n\n")
+    messages = conversation(qwen, "forty two", "certainly")
+    if template is not None:
+        for message in messages[1::2]:
+            message["token_ids"] = empty + message["token_ids"]
+    found = [
+        made(qwen, [messages] * count, history="sampled", missing_reasoning=how, **_template(template))
+        for how in ("learn", "prompt", "skip")
+    ]
+    assert found[0][:] == found[1][:] == found[2][:]
+    assert found[0].report.counts == found[1].report.counts == found[2].report.counts
+    assert found[0].report.counts["answers with token_ids that are not those of their text"] == 2 * count
+    if template is KEEPING:  # a loop's ids: those of both answers, and of what the template writes between them
+        plain = [{key: m[key] for key in ("role", "content")} for m in messages]
+        text = qwen.apply_chat_template(plain[:3], add_generation_prompt=True, tokenize=False, chat_template=template)
+        first, _, rest = text.rpartition("<think>\n\n</think>\n\nforty two" + STOP)
+        ids = [*qwen.encode(first), *messages[1]["token_ids"], *qwen.encode(rest), *messages[3]["token_ids"]]
+        assert [row["input_ids"] for row in found[0][:]] == [ids] * count
+        assert ids[-1:] == end
+
+
+def test_prompts_with_some_answers_that_the_template_rewrites(qwen: Any) -> None:
+    """The third prompt begins with the first answer as it was sampled, but not with the second one."""
+    messages = conversation(qwen, "forty two", "certainly", "no")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 == 3 "
+        "and not loop.last %}cut{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for count in (1, 20):
+        data = made(qwen, [messages] * count, history="sampled", chat_template=template)
+        what = "prompts in which the template rewrites answers with token_ids: ids of their text"
+        assert data.report.counts[what] == count
+        assert len(data) == 2 * count
+
+
+def test_turns_of_sharegpt_data(qwen: Any) -> None:
+    """Ids and reasoning, as messages have them."""
+    messages = conversation(qwen, "forty two", "certainly")
+    messages[3]["reasoning_content"] = "hm"
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [
+        {"from": names[m["role"]], "value": m["content"], **{k: m[k] for k in m if k not in ("role", "content")}}
+        for m in messages
+    ]
+    options = {"history": "sampled", "chat_template": STRIPPING, "turns": "served"}
+    expected = gpuload.load_chats(pa.table({"messages": as_json([messages])}), qwen, **options)
+    found = gpuload.load_chats(pa.table({"conversations": as_json([turns])}), qwen, **options)
+    assert found[:] == expected[:]
+    assert learned(found[1]) == messages[3]["token_ids"]
+
+
 def test_the_prompt_must_be_the_one_that_was_sampled_behind(qwen: Any) -> None:
     messages = conversation(qwen, "forty two", "certainly")
     prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
@@ -233,11 +296,16 @@ def test_the_prompt_must_be_the_one_that_was_sampled_behind(qwen: Any) -> None:
 
 def test_ids_that_are_none(qwen: Any) -> None:
     good, size = conversation(qwen, "forty two"), len(qwen)
-    bad = [[QUESTION, {**good[1], "token_ids": ids}] for ids in (["a"], "12", [size], [-1], {})]
+    bad = [[QUESTION, {**good[1], "token_ids": ids}] for ids in ("12", [size], [-1], {})]
+    bad += [[QUESTION, {**good[1], "token_ids": ids}] for ids in (["a"], [5, 6.0], [True, 5], [None])]
     data = made(qwen, [good, *bad, [{**QUESTION, "token_ids": [1]}, good[1]], [QUESTION, {**good[1], "token_ids": []}]])
     assert len(data) == 1
     assert data.report.rejected == {
-        f"token_ids of message 1 is not a list of ids from 0 to {size - 1}": 5,
+        f"token_ids of message 1 is not a list of ids from 0 to {size - 1}": 4,
+        **{
+            f"token_ids of message 1 is not a list of ids from 0 to {size - 1}: it has values of type {kind}": 1
+            for kind in ("str", "float", "bool", "NoneType")
+        },
         "message 0 has token_ids, and its role is not assistant": 1,
         "no turn is learned: the template writes nothing for the answer": 1,
     }

@@ -11,7 +11,7 @@ prompt-completion a struct of both; for sharegpt and alpaca messages with these 
 
     sharegpt   human → user, gpt → assistant, system → system, observation → tool;
                function_call → assistant, whose `tool_calls` are the calls in its JSON text, and whose content is null,
-               or the empty text if the template needs a text
+               or the empty text if the template needs a text; `_FURTHER` as it is
     alpaca     instruction, a line break, input → user; output → assistant; history: pairs of both, before
 """
 
@@ -35,6 +35,8 @@ PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool", "tool": "tool"}
 _ROLES |= {role: role for role in ("user", "assistant")}
+_FURTHER = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "token_ids", "prompt_token_ids")
+"""Fields that turns may have besides, as messages do."""
 
 
 def _pairs(columns: Mapping[str, Any], content: Content) -> pa.Array:
@@ -71,7 +73,7 @@ def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
             raise RowError("a message has neither role nor from")
         return turn
     check_text("from", turn["from"])
-    kept = marks_of(turn) if marks else {}
+    kept = {name: turn[name] for name in _FURTHER if turn.get(name) is not None} | (marks_of(turn) if marks else {})
     if turn["from"] != "function_call":
         return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **kept}
     try:
@@ -79,12 +81,8 @@ def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
     except (KeyError, TypeError, ValueError):  # not JSON: what the assistant has written
         return {"role": "assistant", "content": turn.get("value"), **kept}
     calls = calls if isinstance(calls, list) else [calls]
-    return {
-        "role": "assistant",
-        "content": content(),
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-        **kept,
-    }
+    kept["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": content(), **kept}
 
 
 def _from_alpaca(columns: Mapping[str, Any], content: Content) -> pa.Array:

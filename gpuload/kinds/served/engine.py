@@ -110,7 +110,7 @@ class ServedEngine(HostEngine):
         for number, row in enumerate(rows):
             if number in done:
                 continue
-            if why := self._reference.problem(row) or ("the row is text" if isinstance(row, str) else None):
+            if why := self._reference.problem(row):
                 rejected[number] = why
                 continue
             why_not, started = [] if plain else ["they are not plain data"], time.perf_counter()

@@ -109,14 +109,17 @@ class ServedReference(ChatReference):
         return int(loss_bits(number))
 
     def problem(self, prompt: Any) -> str | None:
-        if (reason := super().problem(prompt)) or not is_sampled(messages := messages_in(prompt)):
+        if reason := super().problem(prompt):
             return reason
-        return sampled_problem(messages, len(self.tokenizer))
+        messages = messages_in(prompt)
+        if isinstance(messages, str):
+            return _TEXT
+        return sampled_problem(messages, len(self.tokenizer)) if is_sampled(messages) else None
 
     def ids(self, prompt: Any) -> list[int]:
         """The rows of one conversation, as they are stored."""
-        if isinstance(prompt, str):
-            raise ValueError("the row is text, not a conversation")
+        if isinstance(messages_in(prompt), str):
+            raise ValueError(_TEXT)
         found: list[int] = self.rows_of(prompt).words().tolist()
         return found
 
@@ -238,6 +241,9 @@ class ServedReference(ChatReference):
     def variant(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking, self.history))
         return f"{super().variant} as served 3 {served}"
+
+
+_TEXT = "the row is text, not a conversation"
 
 
 def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:

@@ -31,7 +31,9 @@ def served_rows(loaded: Loaded) -> Loaded:
     if not loaded.options.filter_overlong_prompts:
         end, message = within(headers, limit)
         lengths, turn = np.where(overlong, end, lengths), np.where(overlong, message, turn)
-    kept = np.flatnonzero(lengths * (lengths <= limit))
+    fits = (lengths > 0) & (lengths <= limit)
+    kept, row = np.flatnonzero(fits), headers.row_of_answer
+    learned = int((fits[row] & (headers.answers[:, 2] <= lengths[row])).sum())
     last = np.zeros(len(headers.rows), bool)  # whether a row ends with the last answer of its conversation
     last[headers.row_offsets[1:][np.diff(headers.row_offsets) > 0] - 1] = True
     rows, begin, lengths = headers.conversation[kept], headers.begin[kept], lengths[kept]
@@ -47,9 +49,13 @@ def served_rows(loaded: Loaded) -> Loaded:
         "rows as served": len(kept),
         "tokens of rows that only forks need": int(lengths[~last[kept]].sum()),
         "tokens learned behind prompts that one row per conversation lacks": int(loss[~last[kept]].sum()),
-        "answers learned": len(headers.answers),
+        "answers learned": learned,
+        "answers not learned, in rows over the limit": len(headers.answers) - learned,
         "rows as served over the limit": int(overlong.sum()),
     }
+    if hidden := sorted({"conversation", "turn"} & set(loaded.columns.names)):
+        those = f"the column {hidden[0]} is that" if len(hidden) == 1 else "the columns conversation and turn are those"
+        report.notes.append(f"{those} of rows as served, not of the files")
     report.counts |= {name: count for name, count in counts.items() if count}
     report.count(not_learned(headers))
     report.counts |= {name: int(count) for name, count in zip(COUNTS, headers.counts.sum(0), strict=True) if count}
@@ -73,9 +79,7 @@ def not_learned(headers: Headers) -> dict[str, int]:
 def within(headers: Headers, limit: int) -> RowNumbers:
     """(2, r): where the last answer ends that is learned in each row and within a limit, and which message it is; 0 if
     there is none."""
-    row = headers.row_offsets[np.repeat(np.arange(len(headers.size)), np.diff(headers.answer_offsets))]
-    row = row + headers.answers[:, 0]
-    fits, found = headers.answers[:, 2] <= limit, np.zeros((2, len(headers.rows)), np.int64)
+    row, fits, found = headers.row_of_answer, headers.answers[:, 2] <= limit, np.zeros((2, len(headers.rows)), np.int64)
     for one, of_answers in zip(found, headers.answers.T[2:4], strict=True):  # both ascend within a row
         np.maximum.at(one, row[fits], of_answers[fits])
     return found

@@ -36,10 +36,16 @@ def sampled_problem(messages: Any, size: int) -> str | None:
     for number, message in enumerate(messages):
         for name in (TOKEN_IDS, PROMPT_IDS):
             ids = message.get(name)
-            plain = isinstance(ids, list) and all(isinstance(each, int) and 0 <= each < size for each in ids)
-            if ids is not None and not plain:
-                return f"{name} of message {number} is not a list of ids from 0 to {size - 1}"
-            if ids is not None and message.get("role") != "assistant":
+            if ids is None:
+                continue
+            what = f"{name} of message {number} is not a list of ids from 0 to {size - 1}"
+            if not isinstance(ids, list):
+                return what
+            if wrong := [type(each).__name__ for each in ids if type(each) is not int]:  # one 5.0 makes all floats
+                return f"{what}: it has values of type {wrong[0]}"
+            if any(not 0 <= each < size for each in ids):
+                return what
+            if message.get("role") != "assistant":
                 return f"message {number} has {name}, and its role is not assistant"
     return None
 
@@ -79,11 +85,13 @@ def rows_of_sampled(
     prompts; for messages and `wanted` see `wanted_in`."""
     call, serving = calls
     counts = ServedRows().counts
-    known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
+    # With history="sampled", the texts up to earlier answers and their ids; no text if the template does not write it.
+    known: list[tuple[str, list[int]]] = []
 
     def ids_of(prompt: str) -> list[int]:
-        for text, ids in reversed(known):
-            if prompt.startswith(text):
+        for later, (text, ids) in enumerate(reversed(known)):
+            if text and prompt.startswith(text):
+                counts[REWRITTEN] += later > 0
                 return ids + reference.encode_behind(prompt[len(text) :])
         counts[REWRITTEN] += bool(known)
         return reference.encode(prompt)
@@ -97,12 +105,13 @@ def rows_of_sampled(
         prompt = ids_of(text)
         if messages[number].get(PROMPT_IDS) not in (None, prompt):
             return OTHER_IDS
-        ids = prompt + given
+        ids, until = prompt + given, ""
         if isinstance(turn, Turn) and turn.prompt == text:
             rendered, _ = reference.answer(turn, [(0, len(turn.answer))], bits)
             counts[RESAMPLED] += rendered.ids[rendered.begin :].tolist() != given
-            if reference.history == "sampled":
-                known.append((text_with_stop(reference, writer, turn, given), ids))
+            until = text_with_stop(reference, writer, turn, given)
+        if reference.history == "sampled":
+            known.append((until, ids))
         if not given:
             return NOTHING
         return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
@@ -123,7 +132,8 @@ def rows_of_sampled(
         given = message.get(TOKEN_IDS) is not None
         if message.get("role") != "assistant" or not (number in wanted or given):
             continue
-        turn, bits = writer.turn(messages, number), reference.bits_of(wanted.get(number, 1.0))
+        turn = (writer.learning if given else writer).turn(messages, number)
+        bits = reference.bits_of(wanted.get(number, 1.0))
         found = sampled(number, turn, bits) if given else turn if isinstance(turn, int) else rendered(turn, bits)
         if number in wanted:
             turns.append(found)
@@ -144,7 +154,7 @@ class GivenAnswer:
     # The earlier answer with ids that the prompt begins with, as an index; None: ids of its text
     base: int | None = None
     rest: str = ""  # what the template writes behind that answer
-    rewritten: bool = False  # there are earlier answers with ids, and the prompt begins with none of them
+    rewritten: bool = False  # there are earlier answers with ids, and the prompt does not begin with the last of them
 
 
 def given_answers(
@@ -159,12 +169,12 @@ def given_answers(
     if reference.blocks and any(messages[number].get(TOKEN_IDS) is None for number in wanted):
         return None
     made: list[GivenAnswer] = []
-    known: list[tuple[str, int]] = []  # texts up to answers
+    known: list[tuple[str, int]] = []  # texts up to answers with ids; empty where the template does not write them
     for number, message in enumerate(messages):
         given = message.get(TOKEN_IDS)
         if message.get("role") != "assistant" or (given is None and number not in wanted):
             continue
-        turn = writer.turn(messages, number)
+        turn = (writer if given is None else writer.learning).turn(messages, number)
         prompt = turn.prompt if isinstance(turn, Turn) else None
         if given is not None:
             try:
@@ -177,11 +187,12 @@ def given_answers(
             made.append(GivenAnswer(message, number, None, turn))
             continue
         earlier = known if reference.history == "sampled" else []
-        begins = [(text, at) for text, at in earlier if prompt.startswith(text)]
+        begins = [(text, at) for text, at in earlier if text and prompt.startswith(text)]
         begun, base = begins[-1] if begins else (prompt, None)
-        rewritten = bool(earlier) and base is None
-        if given is not None and isinstance(turn, Turn):
-            known.append((text_with_stop(reference, writer, turn, given), len(made)))
+        rewritten = bool(earlier) and base != earlier[-1][1]
+        if given is not None:
+            until = text_with_stop(reference, writer, turn, given) if isinstance(turn, Turn) else ""
+            known.append((until, len(made)))
         made.append(GivenAnswer(message, number, prompt, turn, base, prompt.removeprefix(begun), rewritten))
     return made
 

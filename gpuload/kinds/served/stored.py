@@ -144,6 +144,12 @@ class Headers:
         return begin
 
     @property
+    def row_of_answer(self) -> RowNumbers:
+        """(a,) in which row, of all, each answer is learned."""
+        row: RowNumbers = np.repeat(self.row_offsets[:-1], np.diff(self.answer_offsets)) + self.answers[:, 0]
+        return row
+
+    @property
     def conversation(self) -> RowNumbers:
         """(r,) of which conversation each row is."""
         return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))

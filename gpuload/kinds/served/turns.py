@@ -116,6 +116,14 @@ class TurnWriter:
         other.render = render
         return other
 
+    @property
+    def learning(self) -> "TurnWriter":
+        """The same for answers that `missing_reasoning` does not concern."""
+        _ = self.stops
+        other = copy.copy(self)
+        other.missing_reasoning = "learn"
+        return other
+
     @cached_property
     def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
         """How prompts and whole conversations are rendered without thinking."""
