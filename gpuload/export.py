@@ -41,6 +41,7 @@ from gpuload.packing.packs import Packing
 from gpuload.sources.footer import LEAST_GROUP_BYTES, rows_of_group
 from gpuload.sources.frames import no_bars_of_datasets
 from gpuload.sources.types import with_types
+from gpuload.sources.urls import is_url, without_secrets
 
 _ABOUT = "gpuload.json"
 _PAGE_BYTES = 1 << 20
@@ -119,7 +120,10 @@ def save_to_disk(
         finally:
             partial.remove()
     except OSError as error:
-        raise ExportError(f"cannot write {place}: {error}: free disk space, or choose another directory") from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # made by another process while this one was writing
+            error.strerror = "it exists now"
+        full = "free disk space, or " * (error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+        raise ExportError(f"cannot write {place}: {error.strerror or error}: {full}choose another directory") from error
 
 
 def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any:
@@ -131,10 +135,19 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
     """
     if not isinstance(directory, str | os.PathLike):
         raise OptionError(f"directory={directory!r:.80}: expected a path")
+    if is_url(os.fspath(directory)):
+        raise OptionError(
+            f"directory={without_secrets(os.fspath(directory))!r:.80}: a URL: write into a local directory, and copy it"
+        )
     try:
         place = Path(os.path.expanduser(directory)).resolve()
         if place.is_symlink():  # a loop of links, for which Python 3.13 raises nothing
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        above = next(each for each in place.parents if each.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{above} is a file")
+        if not os.access(above, os.W_OK):
+            raise PermissionError(errno.EACCES, f"{above} cannot be written")
         there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links, a closed directory
         reason = getattr(error, "strerror", None) or error
@@ -143,9 +156,7 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
         ) from error
     if there:
         if not overwrite:
-            raise OptionError(
-                f"{place} exists: choose another directory, or overwrite it (overwrite=True, --overwrite)"
-            )
+            raise OptionError(f"{place} exists: choose another directory, or overwrite it (overwrite=True)")
         if not (place / _ABOUT).is_file():
             raise OptionError(f"{place} exists and was not written by gpuload: choose another directory")
     try:
@@ -237,6 +248,8 @@ def features_of(schema: pa.Schema, datasets: Any) -> Any:
     for field in schema:
         kind = field.type.storage_type if isinstance(field.type, pa.BaseExtensionType) else field.type
         try:
+            if _has_empty_struct(kind):
+                raise NotImplementedError("parquet has no objects without keys")
             features |= datasets.Features.from_arrow_schema(pa.schema([field.with_type(kind)]))
         except (ValueError, NotImplementedError) as error:
             raise DataError(
@@ -244,6 +257,12 @@ def features_of(schema: pa.Schema, datasets: Any) -> Any:
                 "out with columns="
             ) from error
     return datasets.Features(features)
+
+
+def _has_empty_struct(kind: pa.DataType) -> bool:
+    """Whether a type is an object without any keys, or has one in it."""
+    children = [kind.field(k).type for k in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not children) or any(map(_has_empty_struct, children))
 
 
 def _save_empty(schemas: Mapping[str, pa.Schema], digests: Mapping[str, str], made: Path, datasets: Any) -> None:

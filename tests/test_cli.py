@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import user
+from transformers import AutoTokenizer
 
 import gpuload
 from gpuload.cli import doctor
@@ -298,6 +299,28 @@ def test_messages_name_arguments(
         assert main(command) == 1
         assert message in capsys.readouterr().err
     assert main(["inspect", labeled, *tokenizer]) == 0
+
+
+def test_arguments_of_the_shell_in_messages(
+    write: Callable[..., str], qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = write({"messages": [[*user("a"), {"role": "assistant", "content": "b"}]]}, "chats.parquet")
+    command = [chats, "--tokenizer", qwen_folder]
+    for argument in ("--chat-template", "--html"):  # of a variable that is not set
+        with pytest.raises(SystemExit):
+            main(["check", *command, argument, ""])
+        assert f"argument {argument}: expected a value, and it is empty" in capsys.readouterr().err
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").touch()
+    assert main(["prepare", *command, "--export", "sft", str(tmp_path / "made")]) == 1
+    assert "choose another directory, or overwrite it (--overwrite)" in capsys.readouterr().err
+    AutoTokenizer.from_pretrained(qwen_folder).save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    assert main(["diff", *command, "--against-tokenizer", str(tmp_path / "bare")]) == 1
+    assert "pass the text of one as --against-template\n" in capsys.readouterr().err
+    for name in ("add_generation_prompt", "continue_final_message"):
+        assert main(["check", *command, "--template-kwargs", f'{{"{name}": true}}']) == 1
+        assert f"apply_chat_template_kwargs.{name} is set by the loader" in capsys.readouterr().err
 
 
 def test_prepare_finds_what_files_hold(

@@ -298,6 +298,52 @@ def test_names_that_no_directory_can_have(chats: gpuload.ChatDataset, tmp_path: 
         gpuload.save_to_disk({"train": chats}, tmp_path / name)
 
 
+def test_places_that_cannot_be_written(
+    chats: gpuload.ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are found before the work."""
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and real(path, mode))
+    for place, reason in (
+        ("s3://bucket/data", "a URL: write into a local directory"),
+        (str(tmp_path / "file" / "data"), "cannot be used: .*file is a file"),
+        (str(tmp_path / "closed" / "more" / "data"), "cannot be used: .*closed cannot be written"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            export.check_destination(place, overwrite=False)
+        with pytest.raises(OptionError, match=reason):
+            gpuload.save_to_disk({"train": chats}, place)
+
+
+def test_a_directory_that_another_process_has_made_meanwhile(
+    chats: gpuload.ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = export._put
+
+    def put(made: Path, place: Path, overwrite: bool) -> None:
+        place.mkdir()
+        (place / "file").touch()
+        real(made, place, overwrite)
+
+    monkeypatch.setattr(export, "_put", put)
+    with pytest.raises(ExportError, match="cannot write .*data: it exists now: choose another directory"):
+        gpuload.save_to_disk({"train": chats}, tmp_path / "data")
+
+
+@pytest.mark.parametrize("value", [{}, {"a": {}}, [{}]])
+def test_objects_without_keys(qwen: Any, tmp_path: Path, value: Any) -> None:
+    """Parquet does not have them."""
+    rows = [{"messages": [{"role": "assistant", "content": "a"}], "info": value} for _ in range(2)]
+    made = gpuload.load_chats(pa.Table.from_pylist(rows), qwen, progress=False)
+    assert made[0]["info"] == value
+    with pytest.raises(DataError, match=r"column 'info' of type .* no objects without keys\): leave it out with"):
+        gpuload.save_to_disk({"train": made}, tmp_path / "data")
+    gpuload.save_to_disk({"train": made}, tmp_path / "data", columns=[])
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_without_the_package_datasets(
     chats: gpuload.ChatDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

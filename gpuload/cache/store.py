@@ -233,7 +233,8 @@ class TokenCache:
             self._bound = self._options.token_cache_bytes or default_bound(self.directory)
         nbytes = tokens.ids.nbytes + (0 if columns is None else columns.nbytes)
         if self._found_bytes + self._written_bytes + nbytes > self._bound:
-            self._stop(f"they would exceed token_cache_bytes={self._bound:,}")
+            default = "" if self._options.token_cache_bytes else ", by default a tenth of the free disk space"
+            self._stop(f"they would exceed token_cache_bytes={self._bound:,}{default}")
             return
         writer.write(tokens, compared, columns)
         self._written_bytes += nbytes

@@ -27,7 +27,10 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
     )
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
+        "--chat-template",
+        type=not_empty,
+        metavar="FILE",
+        help="instead of the tokenizer's own, a .jinja file or a name",
     )
     parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
 
@@ -75,6 +78,13 @@ def template_kwargs(text: str, argument: str = "--template-kwargs") -> Any:
     return given
 
 
+def not_empty(text: str) -> str:
+    """The value of an argument, which is not empty, as it is where a variable of the shell is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a value, and it is empty")
+    return text
+
+
 def template_of(given: argparse.Namespace) -> str | None:
     """The option `chat_template`."""
     if given.no_template and given.chat_template:
@@ -119,7 +129,7 @@ def add_commands(commands: Any) -> None:
         "--overlong", default="drop", choices=["drop", "keep_start", "keep_end"], help="what becomes of longer rows"
     )
     check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
-    check.add_argument("--html", metavar="FILE", help="also write an HTML page")
+    check.add_argument("--html", type=not_empty, metavar="FILE", help="also write an HTML page")
     check.set_defaults(parser=check)
 
     diff = commands.add_parser(

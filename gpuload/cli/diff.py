@@ -39,7 +39,8 @@ def run(given: argparse.Namespace) -> int:
     try:
         other = open_data(given.files, given.against_tokenizer or given.tokenizer, **theirs)
     except GpuloadError as error:  # the same option has another name on this side
-        raise type(error)(str(error).replace("chat_template=", "against_template=")) from error
+        said = str(error).replace(", or chat_template=None if the prompts are plain strings", "")
+        raise type(error)(said.replace("chat_template=", "against_template=")) from error
     found = difference(job, other, 0 if given.as_json else given.rows)
     if given.as_json:
         print(json.dumps(found.to_dict()))

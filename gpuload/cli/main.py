@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpuload._version import __version__
-from gpuload.cli.arguments import add_commands, add_data, add_files, add_served, add_training
+from gpuload.cli.arguments import add_commands, add_data, add_files, add_served, add_training, not_empty
 from gpuload.cli.output import arguments_of, as_arguments, discard_output, prepare_output, printable
 from gpuload.core.errors import GpuloadError
 
@@ -73,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
         "common ones",
     )
     inspect.add_argument("--limit", type=int, metavar="N", help="also list rows that N tokens as limit would drop")
-    inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
+    inspect.add_argument(
+        "--html", type=not_empty, metavar="FILE", help="also write an HTML page with plots and some rows"
+    )
     inspect.add_argument(
         "--images", nargs="?", const="images", metavar="COLUMN", help="count tokens of images, with a processor"
     )

@@ -59,6 +59,8 @@ def as_arguments(message: str, arguments: Mapping[str, str]) -> str:
         if name not in arguments:
             return found[0]
         value = quoted[1:-1] if quoted else bare
+        if value == "True":  # a switch
+            return arguments[name]
         return f"{arguments[name]} {shlex.quote(value)}" if value and value.strip(".") else arguments[name]
 
     return _OPTION.sub(replaced, message)

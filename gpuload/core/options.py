@@ -58,6 +58,7 @@ _SET_BY_LOADER = {
     "max_length": "use the max_prompt_length option",
     "chat_template": "use the chat_template option",
     "conversation": "",
+    "messages": "",
 }
 
 

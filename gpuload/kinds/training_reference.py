@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from gpuload.core.errors import TokenizerError
+from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Normalize
 from gpuload.kinds.normalize import normalized, takes_objects
@@ -33,6 +33,12 @@ class TrainingReference(Reference):
         normalize_messages: Normalize | None = None,
         **settings: Any,
     ):
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if (settings.get("template_kwargs") or {}).get(name):
+                raise OptionError(
+                    f"apply_chat_template_kwargs.{name} is set by the loader: conversations to train on end with their "
+                    "last message: remove it"
+                )
         super().__init__(tokenizer, **settings)
         self.drop_nulls, self.normalize_messages = drop_nulls, normalize_messages
         self.call = replace(self.call, add_generation_prompt=False)
