@@ -545,6 +545,57 @@ def test_sharegpt_and_alpaca_are_conversations(qwen: Any) -> None:
     assert found.columns.num_columns == 0
 
 
+@pytest.mark.parametrize("key", ["dialog", "messages"])
+def test_sharegpt_in_a_column_with_another_name(qwen: Any, key: str) -> None:
+    turns = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]] * 2
+    expected = gpuload.load_chats(pa.table({"conversations": turns}), qwen)
+    table = pa.table({key: turns})
+    for options in ({}, {"format": "sharegpt"}):
+        assert rows_of(gpuload.load_chats(table, qwen, messages_key=key, **options)) == rows_of(expected)
+    served = [gpuload.load_chats(each, qwen, turns="served", messages_key=name, max_length=99)
+              for each, name in ((table, key), (pa.table({"conversations": turns}), "conversations"))]  # fmt: skip
+    assert rows_of(served[0]) == rows_of(served[1])
+    marked = [[{**turn, "weight": k} for k, turn in enumerate(turns[0])]]
+    found = gpuload.load_chats(pa.table({key: marked}), qwen, messages_key=key, loss_on="marked")
+    assert rows_of(found) == rows_of(expected)[:1]
+
+
+def test_a_system_message_of_the_turns_is_the_only_one(qwen: Any) -> None:
+    """As in LLaMA-Factory, which takes the column for rows without one."""
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
+    own = [{"from": "system", "value": "Be kind."}, *turns]
+    data = gpuload.load_chats(pa.table({"conversations": [own, turns], "system": ["Be brief."] * 2}), qwen)
+    texts = [qwen.decode(row["input_ids"]) for row in data]
+    assert ["Be kind." in text for text in texts] == [True, False]
+    assert ["Be brief." in text for text in texts] == [False, True]
+    chosen, rejected = ([[{"from": "gpt", "value": each}]] * 2 for each in "ab")
+    table = pa.table({"conversations": [own[:2], turns[:1]], "system": ["Be brief."] * 2})
+    pairs = gpuload.load_pairs(table.append_column("chosen", [chosen]).append_column("rejected", [rejected]), qwen)
+    assert ["Be brief." in qwen.decode(row["prompt_ids"]) for row in pairs] == [False, True]
+
+
+@pytest.mark.parametrize("make", [pa.list_view, pa.large_list_view, lambda kind: pa.list_(kind, 2)])
+def test_messages_in_all_encodings_of_lists(qwen: Any, make: Any) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    kind = pa.struct([("role", pa.string()), ("content", pa.string())])
+    column = pa.array([None, *[chat] * 3], make(kind)).slice(1)
+    expected = gpuload.load_chats(pa.table({"messages": [chat] * 3}), qwen)
+    assert rows_of(gpuload.load_chats(pa.table({"messages": column}), qwen)) == rows_of(expected)
+    other = pa.array([[chat[0], {"role": "assistant", "content": "y"}]] * 3, make(kind))
+    pairs = gpuload.load_pairs(pa.table({"chosen": column, "rejected": other}), qwen)
+    assert [qwen.decode(row["chosen_ids"]).strip() for row in pairs] == ["x<|im_end|>"] * 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [([{"role": "user", "content": "q"}], "a"), ("q", [{"role": "assistant", "content": "a"}])],
+)
+def test_columns_of_two_forms_are_not_read_by_half(qwen: Any, prompt: Any, completion: Any) -> None:
+    table = pa.table({"prompt": [prompt], "completion": [completion]})
+    with pytest.raises(DataError, match="make both text, or both messages of role and content"):
+        gpuload.load_chats(table, qwen)
+
+
 CALLING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"

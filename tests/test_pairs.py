@@ -770,3 +770,28 @@ def test_training_has_the_losses_of_trls_trainers(qwen: Any, objective: str, tmp
         expected = losses(one, theirs)
         assert len(set(expected)) == 5
         assert losses(trainer(), ours) == expected
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "chosen_key", "rejected_key"])
+@pytest.mark.parametrize("objective", ["dpo", "rm", "kto"])
+def test_a_column_that_is_named_must_be_there(qwen: Any, key: str, objective: Any) -> None:
+    """Without their prompts, these answers would be read as implicit pairs; without their answers, with labels."""
+    columns = {
+        "prompt": ["q"],
+        "chosen": ["It is a"],
+        "rejected": ["It is b"],
+        "completion": ["It is c"],
+        "label": [True],
+    }
+    with pytest.raises(DataError, match="no column 'question'"):
+        gpuload.load_pairs(pa.table(columns), qwen, objective=objective, **{key: "question"})
+
+
+def test_first_messages_that_differ_in_nulls_only(qwen: Any) -> None:
+    answer = {"role": "assistant", "content": "a"}
+    chosen = pa.array([[{"role": "user", "content": "q", "name": None}, answer | {"name": "n"}]])
+    rejected = pa.array([[{"role": "user", "content": "q"}, answer]])
+    table = pa.table({"chosen": chosen, "rejected": rejected})
+    with pytest.raises(DataError, match="differ in nulls only: pass drop_nulls=True"):
+        gpuload.load_pairs(table, qwen)
+    assert len(gpuload.load_pairs(table, qwen, drop_nulls=True)) == 1

@@ -462,6 +462,19 @@ def test_conversations_are_looked_at_where_the_template_may_rewrite_history(qwen
         assert least <= len(looked) <= most
 
 
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"messages": "a"}])
+def test_texts_among_conversations_have_no_answers_to_look_at(row: Any, qwen: Any, tmp_path: Path) -> None:
+    messages = [{key: m[key] for key in ("role", "content")} for m in MESSAGES]
+    values = (messages[:1], messages[1:]) if len(row) == 2 else (messages,)
+    other = dict(zip(row, values, strict=True))
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, (row, other, row))))
+    options: dict[str, Any] = {"chat_template": STRIPPING, "progress": False, "token_cache": False}
+    found = gpuload.load_chats(str(path), qwen, **options)
+    path.write_text(json.dumps(other))
+    assert found[len(found) // 2]["input_ids"] == gpuload.load_chats(str(path), qwen, **options)[0]["input_ids"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_prompts_of_all_turns(qwen: Any, as_json: bool, tmp_path: Path) -> None:
     messages = [{key: m[key] for key in ("role", "content")} for m in MESSAGES]

@@ -86,8 +86,8 @@ _last = [(pa.schema([]), pa.schema([]))]  # what was asked for last: the tables 
 
 
 def without_views(schema: pa.Schema) -> pa.Schema:
-    """The same columns with plain strings and binaries for string views and binary views, of which Arrow has no kernels
-    that take or filter rows."""
+    """The same columns with plain strings, binaries and lists for views of them, of which Arrow has no kernels that
+    take or filter rows; and with plain lists of structs, which messages are, for those of a fixed size."""
     return pa.schema([field.with_type(_without_views(field.type)) for field in schema], schema.metadata)
 
 
@@ -109,10 +109,12 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
 
 def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """A table with the types of a schema, which has the same columns. Only columns of other types are cast: of slices
-    of nested nulls, Arrow's cast makes invalid arrays, so such columns are copied first."""
+    of nested nulls and of views of lists, Arrow's cast makes invalid arrays, so such columns are copied first."""
     made = []
     for column, kind in zip(table.columns, schema.types, strict=True):
-        if column.type != kind:
+        if "list_view" in str(column.type):
+            column = pa.chunked_array([as_arrow(column.to_pylist(), kind)])
+        elif column.type != kind:
             column = (_copied(column) if "null" in str(column.type) else column).cast(kind)
         made.append(column)
     return pa.Table.from_arrays(made, schema=schema)
@@ -154,8 +156,9 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
         return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
-    if is_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+    of_structs = pa.types.is_fixed_size_list(kind) and pa.types.is_struct(kind.value_type)
+    if is_list(kind) or of_structs or isinstance(kind, (pa.ListViewType, pa.LargeListViewType)):
+        make = pa.large_list if isinstance(kind, (pa.LargeListType, pa.LargeListViewType)) else pa.list_
         return make(kind.value_field.with_type(_without_views(kind.value_type)))
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(kind.value_field.with_type(_without_views(kind.value_type)), kind.list_size)

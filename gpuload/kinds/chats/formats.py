@@ -3,7 +3,7 @@
     messages            `messages`: a list of {role, content, ...}
     prompt-completion   `prompt` and `completion`, both as text or both as messages
     text                `text`
-    sharegpt            `conversations`: a list of {from, value}; `system`
+    sharegpt            `conversations`: a list of {from, value}; `system`, for those that begin with none
     alpaca              `instruction`, `input`, `output`; `system`, `history`
 
 A format is found by the columns that a file has. Every format becomes one column: messages as they are; for
@@ -47,20 +47,31 @@ def _pairs(columns: Mapping[str, Any], content: Content) -> pa.Array:
     return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
 
 
-def _from_sharegpt(columns: Mapping[str, Any], content: Content, marks: bool = False) -> pa.Array:
-    rows = to_python(columns["conversations"])
+def _from_sharegpt(
+    columns: Mapping[str, Any], content: Content, key: str = "conversations", marks: bool = False
+) -> pa.Array:
+    rows = to_python(columns[key])
     system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
-    return messages_column([_sharegpt_row(row, first, content, marks) for row, first in zip(rows, system, strict=True)])
+    return messages_column(
+        [_sharegpt_row(row, first, content, key, marks) for row, first in zip(rows, system, strict=True)]
+    )
 
 
-def _sharegpt_row(turns: Any, system: Any, content: Content, marks: bool) -> Any:
+def _sharegpt_row(turns: Any, system: Any, content: Content, key: str, marks: bool) -> Any:
     check_text("system", system)
     if not turns:
         return turns
     if not isinstance(turns, list):
-        raise RowError(f"conversations is of type {type(turns).__name__}, not a list")
-    first = [{"role": "system", "content": system}] if system else []
-    return first + [sharegpt_turn(turn, content, marks) for turn in turns]
+        raise RowError(f"{key} is of type {type(turns).__name__}, not a list")
+    return with_system([sharegpt_turn(turn, content, marks) for turn in turns], system)
+
+
+def with_system(turns: list[Any], text: Any) -> list[Any]:
+    """Messages of ShareGPT data with the text of the column `system` before them, unless the first one is a system
+    message itself, as in LLaMA-Factory."""
+    first = turns[0] if turns and isinstance(turns[0], dict) else {}
+    own = "system" in (first.get("role"), first.get("from"))
+    return [{"role": "system", "content": text}, *turns] if text and not own else turns
 
 
 def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
@@ -152,17 +163,28 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
     if key is not None:
         if key not in schema.names:
             raise DataError(f"{where}: no column {key!r}. The columns are {', '.join(schema.names)}")
-        candidates = tuple(replace(each, columns=(key,)) for each in candidates if len(each.columns) == 1)
+        candidates = tuple(_of_column(each, key) for each in candidates if len(each.columns) == 1)
     messages = next((field for field in schema if {"role", "from"} & fields_of(field.type)), None)
     remedy = f"pass messages_key={messages.name!r}" if messages else "rename the columns, or pass messages_key="
+    halves = {"prompt", "completion"}
+    if key is None and messages and messages.name in halves <= set(schema.names):
+        remedy = "make both text, or both messages of role and content"  # one of them alone is other data than is meant
     if messages and name not in (None, fits := "messages" if "role" in fields_of(messages.type) else "sharegpt"):
         remedy = f"pass format={fits!r}"
     return find_among(candidates, schema, where, name, remedy)
 
 
+def _of_column(found: Format, key: str) -> Format:
+    """A format of one column, which has another name than usual."""
+    convert = partial(_from_sharegpt, key=key) if found.name == "sharegpt" else found.convert
+    return replace(found, columns=(key,), convert=convert)
+
+
 def with_marks(found: Format) -> Format:
     """The same format, whose messages keep their marks of answers that have loss (`template/loss_marks.py`)."""
-    return replace(found, convert=partial(_from_sharegpt, marks=True)) if found.name == "sharegpt" else found
+    if found.name != "sharegpt":
+        return found
+    return replace(found, convert=partial(_from_sharegpt, key=found.columns[0], marks=True))
 
 
 def is_plain(found: str, schema: pa.Schema) -> bool:

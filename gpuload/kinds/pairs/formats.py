@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import common_prefix
 from gpuload.core.arrow import as_arrow, as_scalar, fill_null
+from gpuload.core.errors import DataError
 from gpuload.core.options import Objective
-from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
+from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn, with_system
 from gpuload.kinds.chats.malformed import check_text
 from gpuload.kinds.formats import Content, Format, find_among, label_in
 from gpuload.sources.columns import to_python
@@ -45,6 +46,9 @@ def find_pair_format(
     Raises:
         DataError: it has none; the message shows its columns and the closest format.
     """
+    for part, column in keys.items():
+        if column not in (part, *schema.names):  # other data than was named may fit, too
+            raise DataError(f"{where}: no column {column!r}. The columns are {', '.join(schema.names)}")
     prompt, chosen, rejected = (keys[part] for part in ("prompt", "chosen", "rejected"))
     found = label_in(schema)
     label = found or "label"
@@ -132,10 +136,21 @@ def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
     """The messages that both begin with are the prompt, except the last one of the shorter list, as in TRL."""
     end = min(common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if chosen[0] != rejected[0]:
+        if _filled(chosen[0]) == _filled(rejected[0]):
+            return {
+                "problem": "chosen and rejected begin with messages that differ in nulls only: pass drop_nulls=True"
+            }
         return {"problem": "chosen and rejected have no common first message: their prompts differ"}
     if not end:
         return {"problem": "chosen and rejected have no message before the answer"}
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+
+
+def _filled(message: Any) -> Any:
+    """A message without its fields that are null."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def _extracted_text(chosen: str, rejected: str) -> dict[str, Any]:
@@ -208,10 +223,7 @@ def _with_system(rows: list[Any], columns: Columns) -> list[Any]:
     first = to_python(columns["system"])
     for text in first:
         check_text("system", text)
-    return [
-        [{"role": "system", "content": text}, *row] if text and isinstance(row, list) else row
-        for row, text in zip(rows, first, strict=True)
-    ]
+    return [with_system(row, text) if isinstance(row, list) else row for row, text in zip(rows, first, strict=True)]
 
 
 def _missing(parts: dict[str, Any]) -> str | None:

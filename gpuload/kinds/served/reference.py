@@ -247,12 +247,14 @@ _TEXT = "the row is text, not a conversation"
 
 
 def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:
-    """The messages of a row, and which of them are to be learned: number → weight of the loss."""
+    """The messages of a row, and which of them are to be learned: number → weight of the loss. Texts have none."""
     first = 0
     if isinstance(prompt, dict) and "prompt" in prompt:
         messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
     else:
         messages = prompt["messages"] if isinstance(prompt, dict) else prompt
+    if isinstance(messages, str):
+        return [], {}
     weights = weights_of(messages) if loss_on == "marked" else [1.0] * len(messages)
     wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
     if loss_on == "last":
