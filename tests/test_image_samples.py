@@ -11,7 +11,7 @@ import gpuload
 from gpuload.kinds.images import engine, reference
 from gpuload.kinds.images.messages import as_parts
 from gpuload.kinds.images.prompts import REFERENCE, sizes_in
-from gpuload.media import headers, rule
+from gpuload.media import rule
 from gpuload.sources.types import readable
 
 WITHOUT = {"do_rescale": False, "do_normalize": False, "resample": 0}
@@ -59,27 +59,6 @@ def test_the_first_row_of_a_processor_is_compared_in_full(processor: Any, calls:
     calls.clear()
     load(BUILDERS["qwen2_5_vl"]())  # another object with the same settings
     assert calls == [{}, *[WITHOUT] * (len(calls) - 1)]
-
-
-def test_later_rows_are_not_decoded(
-    processor: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = load(processor)
-    monkeypatch.setattr(reference, "decode", None)
-    second = load(processor)
-    assert second.report.check.rows >= 2
-    assert second.tokens.to_lists() == first.tokens.to_lists()
-
-
-def test_sizes_of_sampled_rows_are_those_that_pillow_finds(
-    processor: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is known of other files with the same header is no reason to believe it."""
-    right = load(processor)
-    monkeypatch.setattr(headers, "known_size", lambda beginning: (640, 480, False))
-    found = load(processor)
-    assert found.tokens.to_lists() == right.tokens.to_lists()
-    assert "row by row" in found.report.engine
 
 
 def test_dry_runs_that_do_nothing_less_confirm_nothing(processor: Any, calls: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.pixels import _OF_TEXT
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.media.dry_run import DryRunner, image_token_of
-from gpuload.media.headers import FileBytes, ImageError, decode, header_by_pillow, read_header, sample_of
+from gpuload.media.headers import FileBytes, ImageError, decode, read_header, sample_of
 from gpuload.media.references import Places, media_of
 from gpuload.media.rule import ImageRule, same
 from gpuload.sources import batches
@@ -171,9 +171,8 @@ def test_sizes_of_headers_are_those_of_decoded_images(transpose: bool) -> None:
         image = Image.open(io.BytesIO(data))
         image = ImageOps.exif_transpose(image) if transpose else image
         image.load()
-        for read in (read_header, header_by_pillow):
-            header = read(data, transpose)
-            assert (header.height, header.width) == (image.height, image.width), name
+        header = read_header(data, transpose)
+        assert (header.height, header.width) == (image.height, image.width), name
 
 
 @pytest.mark.parametrize("transpose", [True, False])

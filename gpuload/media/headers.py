@@ -81,21 +81,6 @@ def read_header(
         except ImageError as error:
             raise ImageError(f"{found.format} of {found.height} x {found.width} pixels: {error}") from error
         return Header(decoded.height, decoded.width, found.format)
-    return _as_decoded(found, turned)
-
-
-def header_by_pillow(data: Any, transpose: bool = True, most_pixels: int = MOST_PIXELS) -> Header:
-    """The size of an encoded image as Pillow finds it in this very file, whatever is known of others; only files of
-    formats whose headers do not decide it are decoded. For the arguments and errors see `read_header`."""
-    view = data if isinstance(data, FileBytes) else memoryview(data).cast("B")
-    found, turned = _read(view, view[:_BEGINNING], transpose, most_pixels)
-    if found.format not in _SIZED:
-        decoded = decode(view, transpose)
-        return Header(decoded.height, decoded.width, found.format)
-    return _as_decoded(found, turned)
-
-
-def _as_decoded(found: Header, turned: bool) -> Header:
     return Header(found.width, found.height, found.format) if turned else found
 
 

@@ -137,9 +137,11 @@ class ImageRule:
         if self._form is not None:
             self._count([size for (size,) in new])
 
-    def ids(self, text: str, sizes: Sequence[Size]) -> list[int]:
-        """The ids of a prompt whose images have these sizes, as the processor makes them in dry runs."""
-        images = [self._run.image(*size) for size in sizes]
+    def ids(self, text: str, images: Sequence[Any]) -> list[int]:
+        """The ids of a prompt whose images have the sizes of these, as the processor makes them in dry runs."""
+        sizes = [(each.height, each.width) for each in images]
+        if self._run.on_meta:
+            images = [self._run.image(*size) for size in sizes]
         return ids_of(call(self._processor, text, images, self._run.kwargs_for(sizes)))
 
     def _dry(self, sizes: tuple[Size, ...]) -> list[Expansion]:
