@@ -31,7 +31,7 @@ from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.pixels import _OF_TEXT
 from gpuload.kinds.images.reference import ImageReference
-from gpuload.media.dry_run import DryRunner, image_token_of
+from gpuload.media.dry_run import DryRunner, NotUnderstoodError, image_token_of
 from gpuload.media.headers import FileBytes, ImageError, decode, read_header, sample_of
 from gpuload.media.references import Places, media_of
 from gpuload.media.rule import ImageRule, same
@@ -158,6 +158,28 @@ def test_other_processors_are_run_row_by_row_or_exact(name: str) -> None:
     for at, row in enumerate(prompts):
         text, content, files = rows[prompts.origins[at, 1]]
         assert row["raw_prompt_ids"] == expected_ids(processor, user(content or text), files), text
+
+
+@pytest.mark.parametrize("count", [2, 60], ids=["dry runs", "closed form"])
+def test_images_that_no_rule_understands_are_for_the_processor(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of LightOnOCR that are too small for a token."""
+    processor, expansions = BUILDERS["qwen2_5_vl"](), ImageRule._expansions
+
+    def of_some(self: Any, made: Any) -> Any:
+        if any(text.count(processor.image_token) == 1 * 37 for text in made.replacements):
+            raise NotUnderstoodError("what stands for an image has no special token")
+        return expansions(self, made)
+
+    monkeypatch.setattr(ImageRule, "_expansions", of_some)
+    monkeypatch.setattr(engine, "_rules", {})
+    images = [encoded(picture(100 + 28 * k, 100), "JPEG") for k in range(count)] + [encoded(picture(1036, 28), "JPEG")]
+    table = pa.table({"prompt": ["<image>What is this?"] * len(images), "images": [[each] for each in images]})
+    found = load(table, processor)
+    assert len(found) == len(images)
+    asked = user([{"type": "image"}, {"type": "text", "text": "What is this?"}])
+    for row, image in ((0, images[0]), (count, images[-1])):
+        assert found[row]["raw_prompt_ids"] == expected_ids(processor, asked, [image])
+    assert found.batch([0, count])["image_grid_thw"].shape == (2, 3)
 
 
 # -- images ----------------------------------------------------------------------------------------------------------

@@ -125,6 +125,15 @@ class ImageRule:
             return self._dry(sizes)
         return [self._dry((size,))[0] for size in sizes]
 
+    def extras(self, sizes: tuple[Size, ...]) -> list[dict[str, np.ndarray[Any, Any]]]:
+        """What the processor returns of the images of one prompt besides ids and pixels, also where what stands for
+        them in the text is not understood. For errors see `of`."""
+        try:
+            return [each.extras for each in self.of(sizes)]
+        except NotUnderstoodError:
+            made = self._run(sizes).extras
+            return [{name: rows[k] for name, rows in made.items()} for k in range(len(sizes))]
+
     def learn(self, sizes: Iterable[Size]) -> None:
         """Finds the expansions of many sizes at once, by a closed form if there is one."""
         given = {(size,) for size in sizes if not may_be_channels(size)}
@@ -187,6 +196,8 @@ class ImageRule:
                 found[size] = self._dry((size,))[0]
             except ValueError:
                 continue
+            except NotUnderstoodError:
+                return  # a form would say something of such sizes, too
         if len(found) < _FEWEST_PROBES:
             return
         counts = self._counts(list(found))

@@ -120,9 +120,9 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
     ids = image_ids_of(processor) or ()
     facts = ImageFacts(key, type_ids=engine.type_ids, image_ids=ids, merge=merge_of(processor) if ids else None)
     if rule.by_row:
-        of_row = {some: [each.extras for each in rule.of(some)] for some in sizes if some}
+        of_row = {some: rule.extras(some) for some in sizes if some}
         names = next((tuple(each[0]) for each in of_row.values()), ())
         return replace(facts, names=names, of_row=of_row)
     rule.learn({size for some in sizes for size in some})
-    of_size = {size: rule.of((size,))[0].extras for some in sizes for size in some}
+    of_size = {size: rule.extras((size,))[0] for some in sizes for size in some}
     return replace(facts, names=next((tuple(each) for each in of_size.values()), ()), of_size=of_size)
