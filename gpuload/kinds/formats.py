@@ -36,9 +36,16 @@ class Format:
     columns: tuple[str, ...]  # those that make a file have this format; the first names the column made of them
     fits: Callable[[Sequence[pa.DataType]], bool]  # the types of these columns → whether they are of this format
     more: tuple[str, ...] = ()  # further columns that are read if they are there
-    # Values of these columns for n rows, content of calls → n prompts; None if the first column is used as it is.
+    # Values of these columns for n rows, in this order, content of calls → n prompts; None if the first column is used
+    # as it is.
     convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
     kept: tuple[str, ...] = ()  # columns that are read if they are there, and passed through as well
+
+
+def check_column(schema: pa.Schema, name: str, where: str) -> None:
+    """A `DataError` if a file, `where` for messages, has no column with the name that the user gave."""
+    if name not in schema.names:
+        raise DataError(f"{where}: no column {name!r}. The columns are {', '.join(schema.names)}")
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:

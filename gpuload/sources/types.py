@@ -109,13 +109,14 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
 
 def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """A table with the types of a schema, which has the same columns. Only columns of other types are cast: of slices
-    of nested nulls and of views of lists, Arrow's cast makes invalid arrays, so such columns are copied first."""
+    of nested nulls, Arrow's cast makes invalid arrays, so such columns are copied first; of views of lists, too."""
     made = []
     for column, kind in zip(table.columns, schema.types, strict=True):
-        if "list_view" in str(column.type):
-            column = pa.chunked_array([as_arrow(column.to_pylist(), kind)])
-        elif column.type != kind:
-            column = (_copied(column) if "null" in str(column.type) else column).cast(kind)
+        if column.type != kind:
+            if "list_view" in str(column.type):  # a copy is no help
+                column = pa.chunked_array([as_arrow(column.to_pylist(), kind)])
+            else:
+                column = (_copied(column) if "null" in str(column.type) else column).cast(kind)
         made.append(column)
     return pa.Table.from_arrays(made, schema=schema)
 

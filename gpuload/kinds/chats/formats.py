@@ -24,9 +24,8 @@ from typing import Any
 import pyarrow as pa
 
 from gpuload.core.arrow import as_arrow
-from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_text
-from gpuload.kinds.formats import Content, Format, find_among
+from gpuload.kinds.formats import Content, Format, check_column, find_among
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_text
 from gpuload.template.loss_marks import marks_of
@@ -47,9 +46,8 @@ def _pairs(columns: Mapping[str, Any], content: Content) -> pa.Array:
     return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
 
 
-def _from_sharegpt(
-    columns: Mapping[str, Any], content: Content, key: str = "conversations", marks: bool = False
-) -> pa.Array:
+def _from_sharegpt(columns: Mapping[str, Any], content: Content, marks: bool = False) -> pa.Array:
+    key = next(iter(columns))  # `conversations`, or as the user says
     rows = to_python(columns[key])
     system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
     return messages_column(
@@ -161,9 +159,8 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
     """
     candidates: tuple[Format, ...] = FORMATS
     if key is not None:
-        if key not in schema.names:
-            raise DataError(f"{where}: no column {key!r}. The columns are {', '.join(schema.names)}")
-        candidates = tuple(_of_column(each, key) for each in candidates if len(each.columns) == 1)
+        check_column(schema, key, where)
+        candidates = tuple(replace(each, columns=(key,)) for each in candidates if len(each.columns) == 1)
     messages = next((field for field in schema if {"role", "from"} & fields_of(field.type)), None)
     remedy = f"pass messages_key={messages.name!r}" if messages else "rename the columns, or pass messages_key="
     halves = {"prompt", "completion"}
@@ -174,17 +171,9 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
     return find_among(candidates, schema, where, name, remedy)
 
 
-def _of_column(found: Format, key: str) -> Format:
-    """A format of one column, which has another name than usual."""
-    convert = partial(_from_sharegpt, key=key) if found.name == "sharegpt" else found.convert
-    return replace(found, columns=(key,), convert=convert)
-
-
 def with_marks(found: Format) -> Format:
     """The same format, whose messages keep their marks of answers that have loss (`template/loss_marks.py`)."""
-    if found.name != "sharegpt":
-        return found
-    return replace(found, convert=partial(_from_sharegpt, key=found.columns[0], marks=True))
+    return replace(found, convert=partial(_from_sharegpt, marks=True)) if found.name == "sharegpt" else found
 
 
 def is_plain(found: str, schema: pa.Schema) -> bool:

@@ -23,12 +23,12 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import common_prefix
 from gpuload.core.arrow import as_arrow, as_scalar, fill_null
-from gpuload.core.errors import DataError
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn, with_system
 from gpuload.kinds.chats.malformed import check_text
-from gpuload.kinds.formats import Content, Format, find_among, label_in
+from gpuload.kinds.formats import Content, Format, check_column, find_among, label_in
 from gpuload.sources.columns import to_python
+from gpuload.sources.nulls import without_nulls
 from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_messages, is_text
 
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
@@ -47,8 +47,8 @@ def find_pair_format(
         DataError: it has none; the message shows its columns and the closest format.
     """
     for part, column in keys.items():
-        if column not in (part, *schema.names):  # other data than was named may fit, too
-            raise DataError(f"{where}: no column {column!r}. The columns are {', '.join(schema.names)}")
+        if column != part:  # without it, other data than is meant may fit
+            check_column(schema, column, where)
     prompt, chosen, rejected = (keys[part] for part in ("prompt", "chosen", "rejected"))
     found = label_in(schema)
     label = found or "label"
@@ -136,7 +136,7 @@ def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
     """The messages that both begin with are the prompt, except the last one of the shorter list, as in TRL."""
     end = min(common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if chosen[0] != rejected[0]:
-        if _filled(chosen[0]) == _filled(rejected[0]):
+        if without_nulls(chosen[0]) == without_nulls(rejected[0]):
             return {
                 "problem": "chosen and rejected begin with messages that differ in nulls only: pass drop_nulls=True"
             }
@@ -144,13 +144,6 @@ def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
     if not end:
         return {"problem": "chosen and rejected have no message before the answer"}
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
-
-
-def _filled(message: Any) -> Any:
-    """A message without its fields that are null."""
-    if not isinstance(message, dict):
-        return message
-    return {name: value for name, value in message.items() if value is not None}
 
 
 def _extracted_text(chosen: str, rejected: str) -> dict[str, Any]:
