@@ -23,6 +23,11 @@ CALLS = ("tool_calls", "function_call")
 _THINK = re.compile(r"(\s*</?think>\s*)")  # what templates look for in contents
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"(\s*:)?')
 
+# A mark is this, which no text contains by chance, and six hexadecimal digits: the number of the text in its
+# conversation. One expression finds all marks: to compile one for each conversation took half of the time.
+_BEGINNING = f"text {secrets.token_hex(8)}"
+_MARK = re.compile(f"({_BEGINNING}[0-9a-f]{{6}})")
+
 
 class UnknownAnswersError(OwnReasonError):
     """The answers of a conversation are unknown; the message says why."""
@@ -57,7 +62,7 @@ class _Marks:
     def _mark(self, number: int, text: str) -> str:
         if not text:
             return text
-        mark = f"text {secrets.token_hex(8)}"
+        mark = f"{_BEGINNING}{len(self.texts):06x}"
         self.texts[mark] = number, text
         return mark
 
@@ -153,7 +158,7 @@ def _aligned(
 ) -> tuple[Path, dict[Ref, str], list[str]]:
     rendered = render([marks.message(k, message) for k, message in enumerate(messages)])
     found = marks.texts
-    parts = re.split("(" + "|".join(map(re.escape, found)) + ")", rendered) if found else [rendered]
+    parts = _MARK.split(rendered)
     segments: list[Segment] = []
     texts: dict[Ref, str] = {}
     named: set[str] = set()
