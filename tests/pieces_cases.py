@@ -86,7 +86,20 @@ def run(pretokenizer: PreTokenizer, texts: list[str]) -> Listed:
     KERNELS.segment = 1 if pretokenizer.step < STEP else Poisoned.segment
     encoded = [text.encode() for text in texts]
     offsets, falls_back = np.cumsum([0, *map(len, encoded)], dtype=np.int64), np.zeros(len(texts), bool)
-    return pretokenizer.pre_tokens(np.frombuffer(b"".join(encoded), np.uint8), offsets, 0, falls_back), falls_back
+    return pre_tokens(pretokenizer, np.frombuffer(b"".join(encoded), np.uint8), offsets, 0, falls_back), falls_back
+
+
+def pre_tokens(pretokenizer: PreTokenizer, data: Any, offsets: Any, base: int, falls_back: Any) -> PreTokens:
+    """Split all texts exactly: in passes if any may not be in NFC. Tiles must not leave out one that is not."""
+    found = pretokenizer.pre_tokens(data, offsets, base, falls_back)
+    if found.normal:
+        return found
+    suspect, falls_back[:] = falls_back.copy(), False
+    exact = pretokenizer.by_passes(data, offsets, base, falls_back)
+    of_tiles, of_passes = (read((one, np.zeros(len(suspect), bool))) for one in (found, exact))
+    for one, other, left_out, refused in zip(of_tiles, of_passes, suspect, falls_back, strict=True):
+        assert left_out or (one == other and not refused)
+    return exact
 
 
 def read(listed: Listed) -> list[list[Section] | None]:

@@ -97,9 +97,8 @@ def listed(merger: Merger, rows: list[Row | None], offsets: Any = None) -> PreTo
         merger._kernels, CompiledTokenizer(spec, compile_splitter(()), cast(Any, None)), merger.words
     )
     where = np.array(ends if offsets is None else offsets, np.int64)
-    found = pretokenizer.listed(np.frombuffer(bytes(data), np.uint8), where, 0, np.array(marks, np.uint8))
-    assert found
-    return found
+    raw = np.frombuffer(bytes(data), np.uint8)
+    return pretokenizer.listed(raw, where, 0, np.array(marks, np.uint8), np.zeros(len(where) - 1, bool))
 
 
 def _token(number: int, text: bytes) -> AddedToken:
@@ -368,8 +367,7 @@ def test_words_of_any_length_at_any_address() -> None:
                 # The slice makes the first byte of the data, too, have any alignment.
                 for cut in {0, before // 2, before}:
                     offsets = np.array([0, len(buffer) - cut])
-                    found = pretokenizer.listed(buffer[cut:], offsets, 0, marks[cut:])
-                    assert found
+                    found = pretokenizer.listed(buffer[cut:], offsets, 0, marks[cut:], np.zeros(1, bool))
                     assert encoded(merger, found, [False])[0].to_lists() == [ids]
 
 

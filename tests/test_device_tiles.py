@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pieces_cases import NO_WORDS, Case, Poisoned, made_up, read
+from pieces_cases import NO_WORDS, Case, Poisoned, made_up, pre_tokens, read
 from simulator.encoder import cut, split
 from simulator.host_kernels import COMPILER
 from simulator.races import RacingKernels
@@ -45,7 +45,7 @@ def test_any_order_of_tiles(shipped: Case, seed: int, most_blocks: int) -> None:
     pretokenizer = PreTokenizer(kernels, shipped.tokenizer, NO_WORDS)
     falls_back = np.zeros(len(texts), bool)
     data, offsets = np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)])
-    found = read((pretokenizer.pre_tokens(data, offsets, 0, falls_back), falls_back))
+    found = read((pre_tokens(pretokenizer, data, offsets, 0, falls_back), falls_back))
     assert found == [cut(shipped.tokenizer, text) for text in texts]
 
 
@@ -58,7 +58,7 @@ def test_threads_do_not_race_in_shared_memory(shipped: Case) -> None:
         data, offsets = np.frombuffer(raw, np.uint8), np.cumsum([0, *(len(text.encode()) for text in some)])
         falls_back = np.zeros(len(some), bool)
         pretokenizer = PreTokenizer(kernels, shipped.tokenizer, NO_WORDS)
-        found = read((pretokenizer.pre_tokens(data, offsets, 0, falls_back), falls_back))
+        found = read((pre_tokens(pretokenizer, data, offsets, 0, falls_back), falls_back))
         assert found == [cut(shipped.tokenizer, text) for text in some]
 
 

@@ -16,6 +16,7 @@ from gpuload.engines.device.bpe import Merger
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.pretokenize import PreTokenizer
 from gpuload.engines.device.shared import OnDevice
+from gpuload.engines.device.texts import gather, gather_rows
 from gpuload.tokenizer.compiled import CompiledTokenizer
 
 CHUNK_BYTES = 256 << 20
@@ -71,8 +72,8 @@ class DeviceEncoder(OnDevice):
                 fallback[low:high] = True
                 ids_offsets[of_chunk] = more
                 continue
-            pre_tokens = self._pretokenizer.pre_tokens(data[begin:end], offsets[of_chunk], begin, fallback[low:high])
-            parts.append(self._merger.ids(pre_tokens, fallback[low:high], ids_offsets[of_chunk], more))
+            text = data[begin:end], offsets[of_chunk], begin
+            parts.append(self._chunk_ids(*text, fallback[low:high], ids_offsets[of_chunk], more))
             more += len(parts[-1])
         if len(parts) == 1:
             return Ragged(parts[0], ids_offsets), fallback
@@ -82,6 +83,30 @@ class DeviceEncoder(OnDevice):
             part = parts.pop()
             values[more : more + len(part)] = part
         return Ragged(values, ids_offsets), fallback
+
+    def _chunk_ids(
+        self, data: Array, offsets: Array, base: int, fallback: Array, ids_offsets: Array, more: int
+    ) -> Array:
+        """The ids of a chunk, int32. Fills `fallback` and `ids_offsets` as `Merger.ids` does."""
+        kernels, xp = self._kernels, self._kernels.xp
+        found = self._pretokenizer.pre_tokens(data, offsets, base, fallback)
+        if found.normal:
+            return self._merger.ids(found, fallback, ids_offsets, more)
+        # The texts that may not be in NFC, mostly few, are copied and encoded by themselves.
+        rows = xp.flatnonzero(fallback)
+        fallback[rows] = False
+        ids = self._merger.ids(found, fallback, ids_offsets, 0)
+        del found
+        start, refused, own_offsets = offsets[rows], xp.zeros(len(rows), bool), xp.empty(len(rows) + 1, np.int64)
+        moved, own = gather(kernels, kernels.address(data) + start - base, offsets[rows + 1] - start)
+        others = self._merger.ids(self._pretokenizer.by_passes(own, moved, 0, refused), refused, own_offsets, 0)
+        fallback[rows] = refused
+        # Both sets of rows become one by address.
+        address, length = kernels.address(ids) + 4 * ids_offsets[:-1], xp.diff(ids_offsets)
+        address[rows], length[rows] = kernels.address(others) + 4 * own_offsets[:-1], xp.diff(own_offsets)
+        whole = gather_rows(kernels, address, length)
+        ids_offsets[...] = whole.offsets + more
+        return whole.values
 
     def _chunks(self, data: Array, offsets: Array) -> list[_Chunk]:
         """Divide texts into chunks. Every text that is too long is a chunk of its own. If all of `data` is one chunk,

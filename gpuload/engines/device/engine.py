@@ -29,7 +29,7 @@ from gpuload.engines.device.parts import MOST_JOINED, arrow_prompts, is_small, z
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
-from gpuload.engines.device.texts import DeviceTexts, gather
+from gpuload.engines.device.texts import DeviceTexts, gather_rows
 from gpuload.engines.failures import out_of_memory
 from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
@@ -271,7 +271,7 @@ class DeviceEngine:
             address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
             address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
             length[at] = others.lengths
-            return _gather_rows(kernels, address, length), at
+            return gather_rows(kernels, address, length), at
         except MemoryError as error:
             if encoder.chunk_bytes <= LEAST_CHUNK:
                 raise DeviceError(out_of_memory("encoding")) from error
@@ -336,11 +336,4 @@ class DeviceEngine:
 def take(kernels: Kernels, ids: Ragged, rows: Array) -> Ragged:
     """`Ragged.take` by one kernel; the numbers of rows are (m,) int64, in device memory."""
     address, length = kernels.address(ids.values) + 4 * ids.offsets[rows], ids.lengths[rows]
-    return _gather_rows(kernels, address, length)
-
-
-def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
-    """Rows of int32 ids from anywhere in device memory, given by address and number of ids."""
-    offsets, data = gather(kernels, address, 4 * length)
-    offsets //= 4
-    return Ragged(data.view(np.int32), offsets)
+    return gather_rows(kernels, address, length)

@@ -2,9 +2,9 @@
 
 `cut` of `tests/simulator/encoder.py` does the same in plain Python. For most tokenizers one kernel reads the text once
 (`kernels/tiles.cu`). Its tiles find texts and added tokens, split text by a regex, and look up pre-tokens. It also says
-whether some text may not be in Unicode normal form C (NFC).
+which texts may not be in Unicode normal form C (NFC).
 
-Other tokenizers need passes over all text before that kernel, and so does text that may not be in NFC:
+Other tokenizers need passes over all text before that kernel, and so do texts that may not be in NFC:
 
     1. one mark per byte says what begins there; at first, texts          (`kernels/text.cuh`)
     2. added tokens that are not normalized are found and marked          (`kernels/added.cu`)
@@ -63,6 +63,7 @@ class PreTokens:
     data: Array  # uint8, the texts, or a rewritten copy of them
     offsets: Array  # (n + 1,) int64; text t begins at data[offsets[t] - base]
     base: int  # as above
+    normal: bool = True  # False: tiles have found texts that may not be in NFC
 
 
 class PreTokenizer(OnDevice):
@@ -128,14 +129,20 @@ class PreTokenizer(OnDevice):
             data: uint8, UTF-8, in device memory; text t is data[offsets[t] - base : offsets[t + 1] - base].
             offsets: (n + 1,) int64, ascending, in device memory.
             base: as above.
-            fallback: (n,) bool, set for texts that fall back to the tokenizer object. They have no pre-tokens.
+            fallback: (n,) bool, set for texts that fall back to the tokenizer object. They have no pre-tokens. If the
+                result is not `normal`, it is set instead for the texts that may not be in NFC: `by_passes` has to split
+                these, and what is here of them is to be ignored.
 
         Raises:
             ValueError: the texts have 2^31 - 2^16 bytes or more, before or after rewriting.
         """
         _check_size(len(data))
-        if self.by_tiles and (found := self.listed(data, offsets, base, None)):
-            return found
+        if self.by_tiles:
+            return self.listed(data, offsets, base, None, fallback)
+        return self.by_passes(data, offsets, base, fallback)
+
+    def by_passes(self, data: Array, offsets: Array, base: int, fallback: Array) -> PreTokens:
+        """`pre_tokens` of any texts, which are brought into NFC if the tokenizer does that."""
         if base:
             offsets = offsets - base
         kernels, xp = self._kernels, self._kernels.xp
@@ -153,12 +160,11 @@ class PreTokenizer(OnDevice):
             marks = found
         if self._adjacent is not None:
             self._run("cut_characters", data, self._adjacent, len(self._adjacent) - 1, marks)
-        listed = self.listed(data, offsets, 0, marks)
-        assert listed
-        return listed
+        return self.listed(data, offsets, 0, marks, fallback)
 
-    def listed(self, data: Array, offsets: Array, base: int, marks: Array | None) -> PreTokens | None:
-        """List and look up all pre-tokens, with marks or without. None if texts without marks may not be in NFC."""
+    def listed(self, data: Array, offsets: Array, base: int, marks: Array | None, suspect: Array) -> PreTokens:
+        """List and look up all pre-tokens, with marks or without. Texts without marks that may not be in NFC are set in
+        `suspect`, (n,) bool."""
         kernels, xp, texts = self._kernels, self._kernels.xp, len(offsets) - 1
         # The first tile may begin up to 15 bytes before the text.
         tiles = -(-(len(data) + 15) // (kernels.segment * BLOCK))
@@ -173,19 +179,16 @@ class PreTokenizer(OnDevice):
                 marks is not None, nothing if marks is None else marks, self._begins, *self._trie, self._ids,
                 self._last[0] > 0, *self._classes, *self._last, marks is None and self._nfc is not None,
                 *(self._nfc or self._no_nfc), *self._words, room, known, first, room_to_merge, *lists,
-                state[4 : 4 + tiles], state[4 + tiles :], state[:4],
+                suspect, state[4 : 4 + tiles], state[4 + tiles :], state[:4],
             )  # fmt: skip
             _, count, rest, flags = state[:4].tolist()
-            if flags & _NOT_NFC:
-                return None
             if count <= room and rest >> 32 <= room_to_merge:
                 break
             room, room_to_merge = count, rest >> 32
             del known, lists  # before larger ones are allocated
         start, length = (one[: rest >> 32] for one in lists)
-        return PreTokens(
-            known[:count], first, start, length, rest & 0xFFFF_FFFF, bool(flags & _TOO_LONG), data, offsets, base
-        )
+        too_long, normal = bool(flags & _TOO_LONG), not flags & _NOT_NFC
+        return PreTokens(known[:count], first, start, length, rest & 0xFFFF_FFFF, too_long, data, offsets, base, normal)
 
     def _run(self, name: str, data: Array, *arguments: object) -> None:
         """Run a kernel with one thread per chunk of `data`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
@@ -152,6 +152,13 @@ def gather(kernels: Kernels, address: Array, length: Array) -> tuple[Array, Arra
     data = kernels.xp.empty(int(offsets[-1]), np.uint8)
     copy_slices(kernels, address, offsets, data)
     return offsets, data
+
+
+def gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
+    """Rows of int32 ids from anywhere in device memory, given by address and number of ids."""
+    offsets, data = gather(kernels, address, 4 * length)
+    offsets //= 4
+    return Ragged(data.view(np.int32), offsets)
 
 
 def copy_slices(kernels: Kernels, address: Array, offsets: Array, out: Array) -> None:

@@ -112,8 +112,8 @@ __device__ __forceinline__ bool may_change(const Tile& tile, const NfcText& tabl
 //   marked          1: all_marks says where sections begin (text.cuh). 0: sections are texts and what added tokens leave of
 //                   them. Then no two tokens may overlap, and none has more than MOST_TOKEN bytes.
 //   splits          1: sections are split by one stage (split.cu), every part of which is a match. 0: they are pre-tokens
-//   normalizes      1: NOT_NFC is set if a text may not be in NFC. Then tokens are searched for in text that is not
-//                   normalized
+//   normalizes      1: suspect[t] is set if text t may not be in NFC, and NOT_NFC for any. Tokens are searched for in text
+//                   that is not normalized
 //   known[j]        the id of pre-token j < room; or ~i if it is to be merged as number i
 //   first[t]        the number of the first pre-token of text t, and of all pre-tokens for t = texts
 //   start, length   of pre-token number i < rest_room to be merged
@@ -128,8 +128,8 @@ extern "C" __global__ void list_pretokens(
     const u16* pages, const u8* values, int classes, const u16* table, const u8* restarts, int normalizes,
     const u16* nfc_pages, const u8* nfc_values, const u64* compositions, u64 composition_mask, const u64* words,
     u64 mask, const u64* long_words, u64 long_mask, const u8* long_bytes, const int* long_offsets, const int* long_ids,
-    int longest, i64 room, int* known, i64* first, i64 rest_room, int* start, int* length, u64* state, u64* carries,
-    u64* counts)
+    int longest, i64 room, int* known, i64* first, i64 rest_room, int* start, int* length, bool* suspect, u64* state,
+    u64* carries, u64* counts)
 {
     __shared__ uint4 text_words[(SEEN + 16) / 16];
     __shared__ u8 class_at[SEEN];
@@ -208,7 +208,10 @@ extern "C" __global__ void list_pretokens(
                 class_at[i] = (u8)class_of(text + i, pages, values);
                 if (!normalizes || text[i] < 0xcc || marks[i] > BEGINS || i < LEFT || i >= LEFT + TILE) continue;
                 const int value = nfc_value(nfc, code_point(text + i));
-                if (value && may_change(tile, nfc, origin + i, value)) atomicOr(&flags, NOT_NFC);
+                if (value && may_change(tile, nfc, origin + i, value)) {
+                    atomicOr(&flags, NOT_NFC);
+                    suspect[text_at(offsets, texts, origin + i + base)] = true;
+                }
             }
         }
         for (int i = threadIdx.x; i < TILE; i += BLOCK) out[i] = GOES_ON;
