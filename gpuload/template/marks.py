@@ -186,6 +186,8 @@ def _aligned(
 
 def _forms(text: str) -> list[str]:
     """The forms in which templates print a text, longest first: as it is, stripped, in JSON, or as Python prints it."""
+    if text.isascii() and text.isprintable() and text == text.strip() and not any(mark in text for mark in "\"'\\"):
+        return [text]  # they are all the same
     plain = {text}
     for characters in (None, "\n"):
         plain |= {text.strip(characters), text.lstrip(characters), text.rstrip(characters)}
