@@ -146,6 +146,27 @@ def test_entries_whose_lengths_are_exchanged(qwen: Any) -> None:
     assert engines.count == 1
 
 
+def test_entries_are_compared_once_in_a_load(qwen: Any) -> None:
+    """Batches have the same ids: to look at the entries of each batch took a second per 300,000 chats."""
+    from gpuload.core.arrays import Ragged
+    from gpuload.engines.host.token_search import TokenSearch
+
+    tokenizer = small_tokenizer(qwen.chat_template)
+    backend: Any = tokenizer.backend_tokenizer
+    table = token_bytes(backend.to_str())
+    assert not isinstance(table, str)
+    search = TokenSearch(table)
+    left = search.not_compared()
+    some, more = Ragged.from_lists([[5, 6], [6]]), Ragged.from_lists([[6], [5, 7]])
+    assert search.has_entries(backend, some, left)
+    assert search.has_entries(None, some, left)  # nothing is looked at
+    with pytest.raises(AttributeError):
+        search.has_entries(None, more, left)
+    assert search.has_entries(backend, more, left)
+    assert search.has_entries(None, more, left)
+    assert not search.has_entries(backend, Ragged.from_lists([[len(left)]]), left)
+
+
 # The others drop part of the text, or all tokens that have loss.
 TABLES = with_shared(lambda: [name for name in shared_tokenizers() if name not in ("bert-base-uncased", "t5-small")])
 

@@ -20,8 +20,10 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged
 from gpuload.core.backends import added_tokens
 from gpuload.engines.host.encode import needs_itself
-from gpuload.engines.host.texts import gather
+from gpuload.engines.host.texts import Bytes, Ints, gather
 from gpuload.reference.reference import Reference
+
+_BLOCK_BYTES = 1 << 21  # of texts that are compared at once
 
 
 def cutting_tokens(reference: Reference, texts: Sequence[str]) -> tuple[bytes, ...]:
@@ -61,14 +63,14 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     data = [np.frombuffer(column.buffers()[2] or b"", np.uint8) for column in columns]
     bounds = [np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column) + 1] for column in columns]
     size = np.zeros(len(columns[0]), np.int64)  # bytes before each row's cut
-    if tokens:
-        first, *others = (each.tobytes() for each in data)
-        starts = [each.tolist() for each in bounds]
-        for row, low in enumerate(starts[0][:-1]):
-            texts = [first[low : starts[0][row + 1]]]
-            texts += [each[at[row] : at[row + 1]] for each, at in zip(others, starts[1:], strict=True)]
-            end = low + _common(texts)
-            size[row] = max(max(first.rfind(token, low, end) for token in tokens) - low, 0)
+    if tokens and len(size):
+        shortest = min(range(len(columns)), key=lambda number: bounds[number][-1] - bounds[number][0])
+        text, begin = data[shortest], bounds[shortest][:-1]
+        end = begin + _common(data, bounds, shortest)
+        for token in tokens:
+            places = _places(text, token)
+            last = np.searchsorted(places, end - len(token), side="right") - 1  # that ends within the row's beginning
+            size = np.maximum(size, np.append(places, -1)[last] - begin)  # there is none: -1, also if `places` is empty
     base = np.cumsum([0, *map(len, data)])[:-1]
     start = [bounds[0][:-1]] + [each[:-1] + size + at for each, at in zip(bounds, base, strict=True)]
     stop = [bounds[0][:-1] + size] + [each[1:] + at for each, at in zip(bounds, base, strict=True)]
@@ -77,18 +79,28 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     return pa.LargeStringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(made))
 
 
-def _common(texts: Sequence[bytes]) -> int:
-    """How many bytes some texts begin with in common."""
-    shortest = min(texts, key=len)
-    if all(text.startswith(shortest) for text in texts):  # nearly all of them, if there is a prompt
-        return len(shortest)
-    size = len(shortest)
-    first, *others = (np.frombuffer(text, np.uint8) for text in texts)
-    for other in others:
-        differ = first[:size] != other[:size]
-        if size and differ[at := int(differ.argmax())]:
-            size = at
-    return size
+def _common(data: Sequence[Bytes], bounds: Sequence[Ints], shortest: int) -> Ints:
+    """(n,) how many bytes the texts of each row begin with in common. `shortest` is the number of a column: the others
+    are compared with it, block by block, so that what is compared stays in the processor's cache."""
+    start, common = bounds[shortest][:-1], np.diff(bounds[shortest])
+    for number in set(range(len(data))) - {shortest}:
+        other, most = bounds[number][:-1], np.minimum(common, np.diff(bounds[number]))
+        for rows in np.split(np.arange(len(most)), np.flatnonzero(np.diff(np.cumsum(most) // _BLOCK_BYTES)) + 1):
+            which, size = np.arange(len(rows)), most[rows]
+            offsets, one = gather(data[shortest], start[rows], start[rows] + size, which)
+            _, two = gather(data[number], other[rows], other[rows] + size, which)
+            differ = np.append(np.flatnonzero(one != two), offsets[-1])
+            first = differ[np.searchsorted(differ, offsets[:-1])]  # in this row or behind it
+            common[rows] = np.minimum(size, first - offsets[:-1])
+    return common
+
+
+def _places(data: Bytes, token: bytes) -> Ints:
+    """Where a token is in some bytes, ascending."""
+    found = np.flatnonzero(data[: max(0, len(data) - len(token) + 1)] == token[0])
+    for number, byte in enumerate(token):
+        found = found[data[found + number] == byte]
+    return found
 
 
 def divided(ids: Ragged, parts: int) -> list[Ragged]:

@@ -155,7 +155,7 @@ class HostEngine:
         """
         with self._lock:
             if self._spans is not None:
-                self._spans.kept = True
+                self._spans.again()
             building = self._building
         if building is None or not building.done() or building.exception() is not None or not building.result().live:
             return False

@@ -79,6 +79,7 @@ class TokenSpans:
                 f"{type(self._tokenizer).__name__} is a slow tokenizer: use a fast one, which has a tokenizer.json"
             )
         self.encoded_again = 0
+        self._left: npt.NDArray[np.bool_] | None = None  # ids whose entries this load has not compared
         self._find_table()
 
     def _find_table(self) -> None:
@@ -88,7 +89,7 @@ class TokenSpans:
         known = None if state is None else _known.get(self._tokenizer)
         if known is not None and known[0] == state:
             _, self._search, self.table, self.slow = known
-            self.kept = True
+            self.again()
             return
         self._read_table(lambda: self._reference.model_json)
         if state is not None:
@@ -103,10 +104,16 @@ class TokenSpans:
         self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
         self.kept = False
 
+    def again(self) -> None:
+        """Prepares for another load, in which the tokenizer may have other entries."""
+        self.kept = True
+        self._left = self._search.not_compared() if self._search else None
+
     def _check(self, ids: Ragged) -> None:
         """Makes a table of an earlier load again if it has not the tokenizer's entries of some ids."""
-        if self._search and self.kept and not self._search.has_entries(self._tokenizer.backend_tokenizer, ids):
-            self._read_table(lambda: serialized(self._tokenizer.backend_tokenizer))
+        search, left, backend = self._search, self._left, self._tokenizer.backend_tokenizer
+        if self.kept and search and left is not None and not search.has_entries(backend, ids, left):
+            self._read_table(lambda: serialized(backend))
 
     def bits(
         self,

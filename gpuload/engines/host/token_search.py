@@ -35,14 +35,23 @@ class TokenSearch:
         self._first = self._words[table.offsets[:-1]]  # the first eight bytes of each token, and which of them it has
         self._used = _FIRST_BYTES[np.minimum(self._lengths, 8)]
 
-    def has_entries(self, backend: Any, ids: Ragged) -> bool:
-        """Whether a tokenizer with ByteLevel's alphabet still has those entries for some ids that the table is of."""
+    def not_compared(self) -> npt.NDArray[np.bool_]:
+        """For `has_entries`, at the beginning of a load."""
+        return np.ones(len(self._lengths), np.bool_)
+
+    def has_entries(self, backend: Any, ids: Ragged, left: npt.NDArray[np.bool_]) -> bool:
+        """Whether a tokenizer with ByteLevel's alphabet still has those entries for some ids that the table is of. Of
+        each id that is `left`, which is cleared for them: other batches have the same ids."""
         used = np.zeros(max(len(self._lengths), int(ids.values.max(initial=-1)) + 1), np.bool_)
         used[ids.values] = True
-        letters, model, added = byte_letters(), backend.model, added_tokens(backend)
-        if any(model.token_to_id(letter) is None for letter in letters) or used[len(self._lengths) :].any():
+        if used[len(self._lengths) :].any():
             return False
-        numbers = np.flatnonzero(used)
+        numbers = np.flatnonzero(used & left)
+        if not len(numbers):
+            return True
+        letters, model, added = byte_letters(), backend.model, added_tokens(backend)
+        if any(model.token_to_id(letter) is None for letter in letters):
+            return False
         bounds = (self._table.offsets[numbers + more].tolist() for more in (0, 1))
         for number, begin, end in zip(numbers.tolist(), *bounds, strict=True):
             token, entry = self._table.data[begin:end].tobytes(), model.id_to_token(number)
@@ -51,6 +60,7 @@ class TokenSearch:
                     return False
             elif entry != "".join([letters[byte] for byte in token]):
                 return False
+        left[numbers] = False
         return True
 
     def tokens(
