@@ -310,8 +310,13 @@ def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.
     shorter = np.minimum(ids.lengths, others.lengths)
     bounds = offsets_of(shorter)
     one, other = (each.values[ranges(each.offsets[:-1], shorter, bounds)] for each in (ids, others))
-    # The first difference at or after each row's beginning; `shorter` if it is not in the row.
+    return equal_beginnings(one, other, bounds)
+
+
+def equal_beginnings(one: Array, other: Array, bounds: Array) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """(n,) int64: `common_prefixes` of rows that have the same lengths, and so the same offsets, (n + 1,) `bounds`."""
+    # The first difference at or after each row's beginning; the row's length if it is not in the row.
     differing = np.append(np.flatnonzero(one != other), bounds[-1])
     first = differing[np.searchsorted(differing, bounds[:-1])]
-    prefixes: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(first - bounds[:-1], shorter)
+    prefixes: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(first - bounds[:-1], np.diff(bounds))
     return prefixes

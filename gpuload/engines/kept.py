@@ -6,8 +6,8 @@ only while everything that went into it is the same, which is looked at for each
 - the tokenizer is the same object, of the same class, with the same template and special tokens; its backend has the
   same added tokens and the same settings of every part (`backends.settings`);
 - its vocabulary and merges, which take a tenth of a second to compare, are not in the engine: its encoder asks the
-  tokenizer's object (`HostEncoder.live`), and entries of its table of bytes are compared for the ids of each batch
-  (`TokenSpans.kept`).
+  tokenizer's object (`HostEncoder.live`), and entries of its table of bytes are compared for the ids of each load
+  (`TokenSpans.again`).
 
 Rows of each load are compared with the tokenizer as always.
 """

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, equal_beginnings
 from gpuload.core.backends import added_tokens
 from gpuload.engines.host.encode import needs_itself
-from gpuload.engines.host.texts import Bytes, Ints, gather
+from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
+from gpuload.engines.protocol import TextColumn
 from gpuload.reference.reference import Reference
 
 _BLOCK_BYTES = 1 << 21  # of texts that are compared at once
@@ -65,12 +66,11 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     size = np.zeros(len(columns[0]), np.int64)  # bytes before each row's cut
     if tokens and len(size):
         shortest = min(range(len(columns)), key=lambda number: bounds[number][-1] - bounds[number][0])
-        text, begin = data[shortest], bounds[shortest][:-1]
-        end = begin + _common(data, bounds, shortest)
+        begin = bounds[shortest][:-1]
+        beginnings = TextColumn(data[shortest], begin, _common(data, bounds, shortest))
         for token in tokens:
-            places = _places(text, token)
-            last = np.searchsorted(places, end - len(token), side="right") - 1  # that ends within the row's beginning
-            size = np.maximum(size, np.append(places, -1)[last] - begin)  # there is none: -1, also if `places` is empty
+            rows, at = HostTexts().last(beginnings, token)
+            size[rows] = np.maximum(size[rows], at - begin[rows])
     base = np.cumsum([0, *map(len, data)])[:-1]
     start = [bounds[0][:-1]] + [each[:-1] + size + at for each, at in zip(bounds, base, strict=True)]
     stop = [bounds[0][:-1] + size] + [each[1:] + at for each, at in zip(bounds, base, strict=True)]
@@ -89,18 +89,8 @@ def _common(data: Sequence[Bytes], bounds: Sequence[Ints], shortest: int) -> Int
             which, size = np.arange(len(rows)), most[rows]
             offsets, one = gather(data[shortest], start[rows], start[rows] + size, which)
             _, two = gather(data[number], other[rows], other[rows] + size, which)
-            differ = np.append(np.flatnonzero(one != two), offsets[-1])
-            first = differ[np.searchsorted(differ, offsets[:-1])]  # in this row or behind it
-            common[rows] = np.minimum(size, first - offsets[:-1])
+            common[rows] = equal_beginnings(one, two, offsets)
     return common
-
-
-def _places(data: Bytes, token: bytes) -> Ints:
-    """Where a token is in some bytes, ascending."""
-    found = np.flatnonzero(data[: max(0, len(data) - len(token) + 1)] == token[0])
-    for number, byte in enumerate(token):
-        found = found[data[found + number] == byte]
-    return found
 
 
 def divided(ids: Ragged, parts: int) -> list[Ragged]:

@@ -16,7 +16,7 @@ from gpuload.engines.device.bpe import Merger
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.pretokenize import PreTokenizer
 from gpuload.engines.device.shared import OnDevice
-from gpuload.engines.device.texts import gather, gather_rows
+from gpuload.engines.device.texts import gather, replaced
 from gpuload.tokenizer.compiled import CompiledTokenizer
 
 CHUNK_BYTES = 256 << 20
@@ -95,16 +95,13 @@ class DeviceEncoder(OnDevice):
         # The texts that may not be in NFC, mostly few, are copied and encoded by themselves.
         rows = xp.flatnonzero(fallback)
         fallback[rows] = False
-        ids = self._merger.ids(found, fallback, ids_offsets, 0)
+        ids = Ragged(self._merger.ids(found, fallback, ids_offsets, 0), ids_offsets)
         del found
         start, refused, own_offsets = offsets[rows], xp.zeros(len(rows), bool), xp.empty(len(rows) + 1, np.int64)
         moved, own = gather(kernels, kernels.address(data) + start - base, offsets[rows + 1] - start)
         others = self._merger.ids(self._pretokenizer.by_passes(own, moved, 0, refused), refused, own_offsets, 0)
         fallback[rows] = refused
-        # Both sets of rows become one by address.
-        address, length = kernels.address(ids) + 4 * ids_offsets[:-1], xp.diff(ids_offsets)
-        address[rows], length[rows] = kernels.address(others) + 4 * own_offsets[:-1], xp.diff(own_offsets)
-        whole = gather_rows(kernels, address, length)
+        whole = replaced(kernels, ids, rows, Ragged(others, own_offsets))
         ids_offsets[...] = whole.offsets + more
         return whole.values
 

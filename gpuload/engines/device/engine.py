@@ -29,7 +29,7 @@ from gpuload.engines.device.parts import MOST_JOINED, arrow_prompts, is_small, z
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
-from gpuload.engines.device.texts import DeviceTexts, gather_rows
+from gpuload.engines.device.texts import DeviceTexts, gather_rows, replaced
 from gpuload.engines.failures import out_of_memory
 from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
@@ -267,11 +267,7 @@ class DeviceEngine:
                 return ids, at
             texts = [one.decode() for one in self._ops.bytes_at(text.column, on_host(at).tolist())]
             others = to_device(kernels, self.host.ids(pa.array(texts, pa.large_string())))
-            # Both sets of rows become one by address: 4 bytes per id.
-            address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
-            address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
-            length[at] = others.lengths
-            return gather_rows(kernels, address, length), at
+            return replaced(kernels, ids, at, others), at
         except MemoryError as error:
             if encoder.chunk_bytes <= LEAST_CHUNK:
                 raise DeviceError(out_of_memory("encoding")) from error

@@ -161,6 +161,13 @@ def gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
     return Ragged(data.view(np.int32), offsets)
 
 
+def replaced(kernels: Kernels, ids: Ragged, at: Array, others: Ragged) -> Ragged:
+    """Rows of int32 ids, with `others` in place of the rows `at`, (m,) int64: copied by address, 4 bytes per id."""
+    address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
+    address[at], length[at] = kernels.address(others.values) + 4 * others.offsets[:-1], others.lengths
+    return gather_rows(kernels, address, length)
+
+
 def copy_slices(kernels: Kernels, address: Array, offsets: Array, out: Array) -> None:
     """`gather` into memory that there is already: `out` is contiguous, and offsets (n + 1,) are in bytes of it."""
     data = out.view(np.uint8)

@@ -61,7 +61,6 @@ class TokenSpans:
             whose tokens do not lie end to end.
         table: the bytes of its tokens, where they lie end to end in most texts; None otherwise.
         overlapping: whether spans mark what overlaps them, as transformers 5.24 does it.
-        kept: whether an earlier load has made the table, with which the entries of ids are then compared.
         encoded_again: how many texts it has encoded again so far.
 
     Raises:
@@ -79,7 +78,6 @@ class TokenSpans:
                 f"{type(self._tokenizer).__name__} is a slow tokenizer: use a fast one, which has a tokenizer.json"
             )
         self.encoded_again = 0
-        self._left: npt.NDArray[np.bool_] | None = None  # ids whose entries this load has not compared
         self._find_table()
 
     def _find_table(self) -> None:
@@ -102,18 +100,18 @@ class TokenSpans:
         self._search = None if reason else search
         self.table = None if reason or isinstance(table, str) else table
         self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
-        self.kept = False
+        self._left: npt.NDArray[np.bool_] | None = None
 
     def again(self) -> None:
-        """Prepares for another load, in which the tokenizer may have other entries."""
-        self.kept = True
+        """Prepares for another load, in which the tokenizer may have other entries: those of ids are then compared with
+        the table, each once; at first all are left."""
         self._left = self._search.not_compared() if self._search else None
 
     def _check(self, ids: Ragged) -> None:
         """Makes a table of an earlier load again if it has not the tokenizer's entries of some ids."""
-        search, left, backend = self._search, self._left, self._tokenizer.backend_tokenizer
-        if self.kept and search and left is not None and not search.has_entries(backend, ids, left):
-            self._read_table(lambda: serialized(backend))
+        search, left = self._search, self._left
+        if search and left is not None and not search.has_entries(self._tokenizer.backend_tokenizer, ids, left):
+            self._read_table(lambda: serialized(self._tokenizer.backend_tokenizer))
 
     def bits(
         self,

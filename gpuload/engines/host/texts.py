@@ -78,7 +78,7 @@ class HostTexts:
                 hits = _with_affix(texts, mark, suffix=name == "removesuffix")
                 at = start[hits] if name == "removeprefix" else end[hits] - len(mark)
             else:
-                hits, at = (self._last if name.endswith("_last") else self._first)(texts, mark)
+                hits, at = (self.last if name.endswith("_last") else self._first)(texts, mark)
             if name in ("before", "before_last", "removesuffix"):
                 end = end.copy()
                 end[hits] = at
@@ -178,7 +178,7 @@ class HostTexts:
         inside = np.flatnonzero((following < len(where)) & (at + len(literal) <= texts.start + texts.length))
         return inside, at[inside]
 
-    def _last(self, texts: TextColumn, literal: bytes) -> tuple[Ints, Ints]:
+    def last(self, texts: TextColumn, literal: bytes) -> tuple[Ints, Ints]:
         """The same for its last occurrence."""
         where = self._find(texts.data, literal)
         if not len(where):
