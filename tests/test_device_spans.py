@@ -31,7 +31,7 @@ from test_spans import (  # noqa: F401
     test_marks_stay_in_their_rows,
     test_no_rows_and_no_spans,
     test_offsets_without_white_space,
-    test_only_texts_that_change_are_encoded_again,
+    test_only_texts_that_change_at_spans_are_encoded_again,
     test_real_tokenizers,
     test_rules,
     test_rules_for_overlapping_tokens,

@@ -487,15 +487,16 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("rules", [[False], [True]])
-def test_only_texts_that_change_are_encoded_again(again: list[str], rules: list[bool]) -> None:
+def test_only_texts_that_change_at_spans_are_encoded_again(again: list[str], rules: list[bool]) -> None:
     reference, spans = real("shipped")
     del again[:]
-    changed = ["cafe\u0301", "\u212b and \u0958", "a \u0958\u212b"]
+    changed = ["e\u0301tat", "ae\u0301", "\u212b and \u0958", "a \u0958\u212b"]
     kept = ["caf\u00e9 \u4f60\u597d", "plain <|im_end|> text", "", "\u0e2a\u0e27\u0e31\u0e2a"]
+    kept += ["cafe\u0301", "\u4f60\u597d <|im_end|> e\u0301 \u0958\u212b"]
     before = spans.encoded_again
     check(reference, spans, [(text, [(1, 2)]) for text in [*changed, *kept, *changed] if text], rules)
     assert again == [*changed, *changed]
-    assert spans.encoded_again == before + 6
+    assert spans.encoded_again == before + 8
 
 
 @pytest.mark.parametrize("rules", [[False], [True]])

@@ -16,8 +16,8 @@ token. At the start of a text transformers raises OverflowError for it; here it 
 
 There are two ways to find the token of a character. Where tokens lie end to end in the text (`token_bytes.py`), it is a
 search in sums of token lengths, for all rows at once. That is verified row by row: the tokens must have the length of
-the text, and its bytes if the tokenizer may have normalized them. All other rows are encoded by the tokenizer itself,
-which knows its offsets.
+the text, and its bytes if the tokenizer may have normalized them. Of texts that are not in NFC this is tried with their
+normal forms. All other rows are encoded by the tokenizer itself, which knows its offsets.
 
 All that is for templates with `{% generation %}` blocks. With other ones the second definition holds, but a row with a
 span whose first or last character has no token, such as a line break that a normalizer drops, has loss in the tokens
@@ -25,6 +25,7 @@ that have characters of its spans.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,7 @@ from gpuload.core.backends import serialized
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself, tokenizer_state
+from gpuload.engines.host.normal_form import in_normal_form
 from gpuload.engines.host.token_search import Numbers, TokenSearch
 from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.reference import Reference
@@ -142,12 +144,7 @@ class TokenSpans:
         self._check(ids)
         if overlapping or self.overlapping:
             return self._bits_of_overlapping(text, ids, rows, start, end, bits)
-        first, last = np.full((2, len(rows)), -1, np.int64)
-        if self._search:
-            found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
-            fast, (first, last) = found[0], np.split(found[1], 2)
-        else:
-            fast = np.zeros(len(text), np.bool_)
+        fast, first, last = self._find(False, text, ids, rows, start, end)
         others = np.flatnonzero(~fast[rows])
         if len(others):
             self.encoded_again += len(np.unique(rows[others]))
@@ -172,12 +169,10 @@ class TokenSpans:
         bits: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
         """As `bits`, for all tokens that overlap a span."""
-        marks, fast = np.zeros(len(ids.values), np.int32), np.zeros(len(text), np.bool_)
-        if self._search:
-            fast, first, last = self._search.overlapping(text, ids, rows, start, end)
-            some = np.flatnonzero(fast[rows] & (first <= last))
-            begin, stop = (ids.offsets[rows[some]] + part[some] for part in (first, last + 1))
-            marks = _laid_out(begin, stop, bits[some], len(marks))
+        fast, first, last = self._find(True, text, ids, rows, start, end)
+        some = np.flatnonzero(fast[rows] & (first <= last))
+        begin, stop = (ids.offsets[rows[some]] + part[some] for part in (first, last + 1))
+        marks = _laid_out(begin, stop, bits[some], len(ids.values))
         others = np.unique(rows[~fast[rows]])
         self.encoded_again += len(others)
         for row, (begin, stop), _ in self._offsets(text, others):
@@ -187,6 +182,40 @@ class TokenSpans:
             tokens = slice(ids.offsets[row], min(ids.offsets[row] + len(owner), ids.offsets[row + 1]))
             marks[tokens] = np.where(owner < 0, 0, bits[of_row][owner])[: tokens.stop - tokens.start]
         return marks
+
+    def _find(
+        self, overlapping: bool, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
+    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+        """(n,) in which of the texts, or of their normal forms, the tokens lie end to end, and (k,) the numbers of the
+        first and of the last token of each span: of its first and last character, or of those that overlap it. Only
+        those of these texts are meaningful."""
+        search = self._search
+        if search is None:
+            return np.zeros(len(text), np.bool_), *np.full((2, len(rows)), -1, np.int64)
+        find = search.overlapping if overlapping else partial(_first_and_last, search)
+        fast, first, last = find(text, ids, rows, start, end)
+        spans = np.flatnonzero(~fast[rows])
+        if len(spans) and (normalize := self._normalize):
+            slow, of = np.unique(rows[spans], return_inverse=True)
+            numbers, normal, start, end = in_normal_form(
+                text.take(as_arrow(slow)), of, start[spans], end[spans], normalize
+            )
+            of_normal = np.isin(of, numbers)
+            some = spans[of_normal]
+            fast[slow[numbers]], first[some], last[some] = find(
+                normal,
+                ids.take(slow[numbers]),
+                np.searchsorted(numbers, of[of_normal]),
+                start[of_normal],
+                end[of_normal],
+            )
+        return fast, first, last
+
+    @property
+    def _normalize(self) -> Callable[[str], str] | None:
+        """What brings texts into NFC, if the tokenizer does nothing else to them."""
+        normalizer = getattr(self._tokenizer.backend_tokenizer, "normalizer", None)
+        return normalizer.normalize_str if normalizer and self.table and self.table.nfc else None
 
     def beginning(self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, at: Numbers) -> Numbers:
         """Finds the tokens that begin at some bytes, where tokens lie end to end.
@@ -304,6 +333,15 @@ def _state_of(reference: Reference) -> tuple[Any, ...] | None:
     if backend is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
         return None
     return state
+
+
+def _first_and_last(
+    search: TokenSearch, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
+) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+    """In which texts tokens lie end to end, and the tokens of the first and of the last character of each span."""
+    fast, found = search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
+    first, last = np.split(found, 2)
+    return fast, first, last
 
 
 def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:
