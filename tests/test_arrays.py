@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gpuload.core.arrays import Ragged, count_in_rows, offsets_of, ranges, stretches
 from gpuload.core.options import Truncation
-from gpuload.pipeline.keep_in_memory import Apart
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=12)
 
@@ -45,17 +44,6 @@ def test_truncated_rows(lengths: list[int], limit: int, side: Truncation) -> Non
     found = Ragged.from_lists(rows).truncate(limit, side)
     assert found.values.dtype == np.int32
     assert found.to_lists() == expected
-
-
-def test_parts_that_are_not_joined() -> None:
-    parts = [Ragged.from_lists([[1, 2], [], [3]]), Ragged.from_lists([[4]])]
-    apart, whole = Apart(parts), Ragged.from_lists([[1, 2], [], [3], [4]])
-    assert len(apart) == 4
-    assert apart.lengths.tolist() == whole.lengths.tolist()
-    assert np.concatenate(list(apart.chunks())).tolist() == whole.values.tolist()
-    assert apart.take(np.array([3, 0])).to_lists() == [[4], [1, 2]]
-    assert apart.to_host().to_lists() == whole.to_lists()
-    assert len(Apart([])) == len(Apart([]).lengths) == 0
 
 
 @pytest.mark.parametrize("highest", [5, 150_000, 1 << 21])

@@ -125,6 +125,8 @@ class Options:
             del values["apply_chat_template_kwargs"]
         if isinstance(values.get("chat_template"), str | os.PathLike):
             values["chat_template"] = template_source(values["chat_template"])
+        if isinstance(values.get("cache_dir"), os.PathLike):
+            values["cache_dir"] = os.fspath(values["cache_dir"])
         options = Options(**values)
         check_fields(options, _CHECKS)
         check_template_kwargs(options.apply_chat_template_kwargs)

@@ -7,6 +7,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
 from gpuload.core.marks import IDS, LOSS
+from gpuload.engines.host.store import HostTokens
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
 from gpuload.packing.plan import whole_rows
@@ -48,14 +49,19 @@ def in_store(store: TokenStore, plan: Plan) -> Plan:
 def tokens_of(store: TokenStore, plan: Plan) -> Ragged:
     """The tokens of a plan of a store's rows in host memory: a row for each pack, of its pieces one after the other."""
     bounds, rows = offsets_of(plan.lengths), plan.rows
-    if not isinstance(store, Ragged):
-        if not plan.first.any() and np.array_equal(plan.lengths, store.lengths[rows]):  # whole rows
-            return Ragged(store.take(rows).values, bounds[plan.offsets])
-        some, rows = np.unique(rows, return_inverse=True)
-        store = store.take(some)
-    first = store.offsets[rows] + plan.first
-    if np.array_equal(first[1:], first[:-1] + plan.lengths[:-1]):  # they are one after the other in the store
-        values = store.values[int(first[:1].sum()) :][: int(bounds[-1])]
+    if isinstance(store, HostTokens):
+        values, start = store.places
+    elif isinstance(store, Ragged):
+        values, start = store.values, store.offsets
+    elif not plan.first.any() and np.array_equal(plan.lengths, store.lengths[rows]):  # whole rows
+        return Ragged(store.take(rows).values, bounds[plan.offsets])
     else:
-        values = store.values[ranges(first, plan.lengths, bounds)]
+        some, rows = np.unique(rows, return_inverse=True)
+        taken = store.take(some)
+        values, start = taken.values, taken.offsets
+    first = start[rows] + plan.first
+    if np.array_equal(first[1:], first[:-1] + plan.lengths[:-1]):  # they are one after the other in the store
+        values = values[int(first[:1].sum()) :][: int(bounds[-1])]
+    else:
+        values = values[ranges(first, plan.lengths, bounds)]
     return Ragged(values, bounds[plan.offsets])

@@ -6,19 +6,18 @@ keeps them on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from gpuload.cache import store
 from gpuload.cache.store import TokenCache
-from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import StoreError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -35,29 +34,6 @@ from gpuload.sources.read import Source
 
 if TYPE_CHECKING:
     from gpuload.pipeline.keep_on_disk import OnDisk
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Ids in host memory that are read once at most, as they are: to join them would take a copy. A `TokenStore`."""
-
-    parts: Sequence[Ragged]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    @property
-    def lengths(self) -> RowNumbers:
-        return np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in self.parts)])
-
-    def take(self, rows: RowNumbers) -> Ragged:
-        return self.to_host().take(rows)
-
-    def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
-        return chain.from_iterable(part.chunks() for part in self.parts)
-
-    def to_host(self) -> Ragged:
-        return Ragged.concatenate(list(self.parts))
 
 
 class InMemory:
@@ -140,15 +116,12 @@ class InMemory:
         self._numbers = [numbers]
         return report
 
-    def finish(self, order: RowNumbers | None, joined: bool) -> tuple[TokenStore, RowNumbers, Columns]:
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, RowNumbers, Columns]:
         """The ids of all rows, their sizes (k, n) and their columns, in the given order; None for the order in which
-        they were added. Ids that need not be `joined` may be `Apart`."""
+        they were added."""
         sizes = np.concatenate(self._sizes, axis=1)
         sizes = sizes if order is None else sizes.take(order, axis=1)
-        parts = [ids for ids in self._ids if isinstance(ids, Ragged)]
-        as_they_are = not joined and order is None and self._engine.name == "cpu" and 0 < len(parts) == len(self._ids)
-        ids = Apart(parts) if as_they_are else self._engine.store(self._ids, order)
-        return ids, sizes, Columns(drained(self._tables), order)
+        return self._engine.store(self._ids, order), sizes, Columns(drained(self._tables), order)
 
     def discard(self) -> None:
         """Removes unfinished files, however the load ended."""

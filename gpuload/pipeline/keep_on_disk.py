@@ -158,7 +158,7 @@ class OnDisk:
             self._unfinished.remove()
             self._unfinished = None
 
-    def finish(self, order: RowNumbers | None, joined: bool) -> tuple[DiskTokens, RowNumbers, Columns]:
+    def finish(self, order: RowNumbers | None) -> tuple[DiskTokens, RowNumbers, Columns]:
         sizes = self._sizes[:, : self._count]
         ids = self._places([files.entry is not None and files.tokens is None for files in self._files])
         columns = self._places([files.columns is not None and files.writer is None for files in self._files])

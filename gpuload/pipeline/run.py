@@ -78,7 +78,6 @@ class Job(Generic[Dataset]):
         started: when its opening began (`time.perf_counter()`), for the report.
         tokenizer: as the user has given it; None for one that was opened before.
         keep_rejected: keep rows that cannot be rendered, without tokens, instead of dropping them.
-        keep_ids: the ids of rows are read later; otherwise only their lengths and their fingerprint.
         wanted: the numbers of the rows to take, over all sources, in the order of the dataset; None for all.
         ranks: the ranks that share the work.
     """
@@ -90,7 +89,6 @@ class Job(Generic[Dataset]):
     started: float
     tokenizer: Any = None
     keep_rejected: bool = False
-    keep_ids: bool = True
     wanted: RowNumbers | None = None
     ranks: Ranks | None = None
 
@@ -291,7 +289,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             raise job.kind.nothing_left(report, job.reference.template_text) or NoRowsError(all_dropped(report), report)
         numbers = kept.numbers()
         order = wanted_order(numbers, job.wanted)
-        store, sizes, columns = kept.finish(order, job.keep_ids)
+        store, sizes, columns = kept.finish(order)
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
         report.tokens, report.longest = int(sizes[0].sum()), int(job.kind.limited(sizes).max())

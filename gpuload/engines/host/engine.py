@@ -19,7 +19,8 @@ from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.host.sanitize import encode_marked
-from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
+from gpuload.engines.host.store import HostTokens
+from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized, TokenStore
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 
@@ -205,19 +206,18 @@ class HostEngine:
 
     @staticmethod
     def keep(ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
-        if rows is None:
-            return ids
+        if rows is None:  # those of an entry of the token cache are in a mapped file
+            return ids if ids.values.flags.writeable else Ragged(ids.values.copy(), ids.offsets)
         kept = np.zeros(len(ids), bool)
         kept[rows] = True
         return ids.filter(kept)
 
     @staticmethod
-    def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
-        whole = Ragged.concatenate(parts)
-        return whole if order is None else whole.take(order)
+    def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> HostTokens:
+        return HostTokens(parts, order)
 
     @staticmethod
-    def batches(store: Ragged, layout: BatchLayout, pad_id: int) -> "HostBatches":
+    def batches(store: TokenStore, layout: BatchLayout, pad_id: int) -> "HostBatches":
         from gpuload.engines.host.batches import HostBatches
 
         return HostBatches(layout, pad_id)

@@ -171,7 +171,6 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
         started,
         request.tokenizer,
         keep_rejected=True,
-        keep_ids=request.keep_ids,
     )
     dataset = run(job)
     columns, report = dataset.passed_through, dataset.report
