@@ -176,8 +176,9 @@ class Verifier:
         self._shapes = found = shapes_of(prompts, lambda: self._time_is_over(_SHAPE_SHARE))
         usable = usable[usable < len(found.shapes)]
         shapes = found.shapes[usable]
+        new = np.unique(shapes)
         if len(self.shapes) < _MOST_SHAPES:
-            for shape in np.unique(shapes).tolist():
+            for shape in new.tolist():
                 self.shapes.setdefault(shape, False)
         fits = (sizes >= 0) & (sizes <= _ROW_BYTES)
         chosen: dict[int, None] = {}
@@ -185,10 +186,9 @@ class Verifier:
             if form not in self._forms and fits[row] and len(chosen) < self._shape_rows:
                 chosen[row] = None
                 self._forms.add(form)
-        shortest = usable[np.argsort(sizes[usable], kind="stable")]
-        new, at = np.unique(found.shapes[shortest], return_index=True)
+        shortest = usable[_shortest(sizes[usable], np.searchsorted(new, shapes), len(new))]
         known = {int(found.shapes[row]) for row in chosen} | {each for each in new.tolist() if self.shapes.get(each)}
-        for shape, row in zip(new.tolist(), shortest[at].tolist(), strict=True):
+        for shape, row in zip(new.tolist(), shortest.tolist(), strict=True):
             if shape not in known and fits[row] and len(chosen) < self._shape_rows - _FORM_ROWS:
                 chosen[row] = None
         self._shape_rows -= len(chosen)
@@ -208,7 +208,6 @@ class Verifier:
 
     def _choose(self, prompts: Prompts, sizes: Rows, usable: Rows) -> Rows:
         """The longest and the shortest row that are affordable, then the riskiest candidates."""
-        by_size = usable[np.argsort(sizes[usable], kind="stable")]
         chosen: dict[int, None] = {}
 
         def choose(row: int) -> None:
@@ -217,9 +216,11 @@ class Verifier:
                 self._rows -= 1
                 self._bytes -= int(sizes[row])
 
-        affordable = by_size[sizes[by_size] <= self._bytes / 2]
-        for row in affordable[[-1, 0]].tolist() if len(affordable) else []:
-            choose(row)
+        affordable = usable[sizes[usable] <= self._bytes / 2]
+        if len(affordable):
+            of_rows = sizes[affordable]
+            choose(int(affordable[::-1][of_rows[::-1].argmax()]))
+            choose(int(affordable[of_rows.argmin()]))
         candidates = self._candidates(sizes, usable)
         self._risks = self._risks or RiskFinder(self._reference)
         for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
@@ -247,6 +248,17 @@ class Verifier:
             return
         if expected != found:
             self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
+
+
+def _shortest(sizes: Rows, groups: Rows, count: int) -> Rows:
+    """(count,) the first of the shortest rows of each group, by the (n,) sizes and numbers of the groups of rows. A
+    sort would take several times as long."""
+    least = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(least, groups, sizes)
+    rows = np.flatnonzero(sizes == least[groups])[::-1]
+    shortest = np.zeros(count, np.int64)
+    shortest[groups[rows]] = rows  # of several rows of a group, the last one stays: the first in order
+    return shortest
 
 
 def _difference(found: list[int], expected: list[int]) -> str:

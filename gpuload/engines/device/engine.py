@@ -6,8 +6,9 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -79,6 +80,8 @@ class DeviceEngine:
         self._on_device = tokens_on != "host"  # as long as ids fit
         self._segments: Segments | None = None
         self._nbytes: int | None = None
+        self._lock = threading.Lock()
+        self._compiling: Future[CompiledTokenizer | str] | None = None
         self._ops = DeviceTexts(kernels)
         self.host = host_engine(reference, exact_only)
         self._reference = reference
@@ -87,9 +90,21 @@ class DeviceEngine:
     def _by_kernels(self) -> bool:
         return not self.host.by_prompt and self._reference.uses_template
 
-    @cached_property
+    @property
     def _compiled(self) -> CompiledTokenizer | str:
         """The tokenizer's tables, or why there are none. Made when first needed: ids from the cache need none."""
+        return self._begin().result()
+
+    def _begin(self) -> Future[CompiledTokenizer | str]:
+        """The tokenizer takes a tenth of a second to read: in a thread of its own, while the first rows are read."""
+        with self._lock:
+            if self._compiling is None:
+                thread = ThreadPoolExecutor(1, "tokenizer")
+                self._compiling = thread.submit(self._compile)
+                thread.shutdown(wait=False)
+            return self._compiling
+
+    def _compile(self) -> CompiledTokenizer | str:
         if not self._by_kernels:
             return ""
         if self._reference.backend is None:
@@ -181,6 +196,7 @@ class DeviceEngine:
     ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         if not self._by_kernels:
             return self.host.read(source, prompt_key, keep_prompts)
+        self._begin()
         prompts: Iterator[Prompts] | None = None
         on_host = self._reference.sanitizes  # control tokens are marked there
         if self._reader is not None and not on_host and not is_small(source, prompt_key, self._nbytes):
