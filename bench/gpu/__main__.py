@@ -32,7 +32,7 @@ SECTIONS = {
     "tests": Section(checks.tests, 250, "Tests marked gpu"),
     "ladder": Section(checks.climb, 400, "The steps of gpuload doctor --gpu"),
     "first_batch": Section(loads.first_batch, 240, "Data to the first batch"),
-    "encode": Section(tokens.encode, 200, "Text to ids"),
+    "encode": Section(tokens.encode, 270, "Text to ids"),
     "batches": Section(stages.batches, 60, "Filter and batches"),
     "kernels": Section(loads.kernels, 120, "Kernels of whole loads"),
     "waits": Section(loads.waits, 60, "What a training step waits for its batch"),
