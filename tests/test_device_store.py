@@ -44,7 +44,7 @@ def random_parts(rng: np.random.Generator, count: int, rows: int, longest: int) 
 def host_rows(parts: list[Ragged], kept: list[Any], order: Any) -> list[list[int]]:
     """What the host engine makes of the same parts."""
     chosen = [HostEngine.keep(part, rows) for part, rows in zip(parts, kept, strict=True)]
-    return HostEngine.store(chosen, order).to_lists()
+    return HostEngine.store(chosen, order).to_host().to_lists()
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 7, 64, 1 << 19]), st.booleans())
