@@ -61,13 +61,14 @@ def _is_calm(raw: bytes, place: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_calm(character: str) -> bool:
-    """Whether no normal form changes a character, whatever comes before it; false if that takes more than its category
-    to know.
+    """Whether no normal form changes a character, whatever comes before it; false if its category does not tell.
 
-    Characters that are composed with those before them are marks, Korean vowels and consonants, and some outside of the
-    basic plane.
+    Characters that are composed with those before them are marks, Korean vowels and consonants, and, outside of the
+    basic plane, some letters.
     """
-    if character < "\u0300":
+    code = ord(character)
+    if code < 0x300:
         return True
-    known = character < "\U00010000" and unicodedata.category(character)[0] in "LNPSZ"
-    return known and not "\u1100" <= character <= "\u11ff" and unicodedata.is_normalized("NFC", character)
+    kinds = "LNPSZ" if code < 0x10000 or 0x20000 <= code < 0x2F800 else "NPSZ"
+    known = unicodedata.category(character)[0] in kinds and not 0x1100 <= code < 0x1200
+    return known and unicodedata.is_normalized("NFC", character)
