@@ -62,6 +62,31 @@ def test_rows_in_parts_are_those_of_one_array(parts: list[list[int]], unaligned:
         assert np.shares_memory(store.to_host().values, store.to_host().values)  # joined once
 
 
+def test_ids_can_be_written_to_whatever_the_parts() -> None:
+    for parts in ([[3, 2]], [[3, 2], [1]], [[], [2]], []):
+        values = HostTokens(made(parts)[0]).to_host().values
+        assert values.flags.writeable
+
+
+def test_chunks_are_views_where_rows_follow_each_other() -> None:
+    parts, rows = made([[2] * 100, [], [3] * 200])
+    store = HostTokens(parts)
+    chunks = [*store.chunks()]
+    assert [chunk.tolist() for chunk in chunks if len(chunk)] == [part.values.tolist() for part in parts if len(part)]
+    assert np.shares_memory(chunks[0], parts[0].values)
+    backwards = np.arange(len(rows))[::-1]
+    assert np.concatenate([*HostTokens(parts, backwards).chunks()]).tolist() == [
+        one for row in rows[::-1] for one in row
+    ]
+
+
+def test_an_empty_part_may_be_at_any_address() -> None:
+    empty = Ragged(np.ndarray((0,), np.int32, np.empty(4096, np.uint8), offset=1), np.zeros(2, np.int64))
+    rows = Ragged.from_lists([[1, 2, 3], [4, 5]])
+    for parts in ([empty, rows], [rows, empty, rows], [empty]):
+        assert HostTokens(parts).to_host().to_lists() == [row for part in parts for row in part.to_lists()]
+
+
 def test_arrays_are_not_copied() -> None:
     parts, _ = made([[3, 2], [4], [1, 5]])
     store = HostTokens(parts)

@@ -1,5 +1,7 @@
 """Ids of a load in host memory, in the arrays that encoders have made."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -7,6 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
+
+_RUN = 64  # rows that follow each other in memory: to read fewer as a view takes longer than to gather them
 
 
 class HostTokens(RowsInParts):
@@ -23,16 +27,18 @@ class HostTokens(RowsInParts):
 
     def __init__(self, parts: list[Ragged], order: RowNumbers | None = None):
         arrays = [np.require(part.values, np.int32, ["C", "ALIGNED"]) for part in parts]
-        begins = np.array([array.ctypes.data for array in arrays], np.int64)
-        ends = begins + [array.nbytes for array in arrays]
-        base, size = (int(begins.min()), int(ends.max() - begins.min())) if arrays else (0, 0)
+        some = [array for array in arrays if array.size]  # others may be at any address
+        base = min((array.ctypes.data for array in some), default=0)
+        end = max((array.ctypes.data + array.nbytes for array in some), default=0)
         # An index into this array is an address in units of an id, counted from the first one.
-        values = np.frombuffer(pa.foreign_buffer(base, size, arrays), np.int32) if size else np.zeros(0, np.int32)
-        places = zip((begins - base) // values.itemsize, parts, strict=True)
+        values = np.frombuffer(pa.foreign_buffer(base, end - base, some), np.int32) if some else np.zeros(0, np.int32)
+        begins = [(array.ctypes.data - base) // values.itemsize if array.size else 0 for array in arrays]
+        places = zip(begins, parts, strict=True)
         first = np.concatenate([np.zeros(0, np.int64), *(begin + part.offsets[:-1] for begin, part in places)])
         lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
         self._lengths = lengths if order is None else lengths[order]
         self._places = values, first if order is None else first[order]
+        self._joined = Ragged(arrays[0], offsets_of(lengths)) if len(parts) == 1 and order is None else None
 
     @property
     def lengths(self) -> RowNumbers:
@@ -48,15 +54,23 @@ class HostTokens(RowsInParts):
         offsets = offsets_of(self._lengths[rows])
         return Ragged(values[ranges(first[rows], self._lengths[rows], offsets)], offsets)
 
-    def to_host(self) -> Ragged:
-        """All rows, one after the other: joined once, and from then on kept so."""
+    def chunks(self) -> Iterator[npt.NDArray[np.int32]]:
+        """The ids of all rows in order, in arrays: where rows follow each other in memory, these are views."""
         values, first = self._places
-        bounds = offsets_of(self._lengths)
-        if not len(first) or not np.array_equal(first - first[0], bounds[:-1]):
-            whole = super().to_host()
-            self._places = values, first = whole.values, whole.offsets[:-1]
-        begin = int(first[0]) if len(first) else 0
-        return Ragged(values[begin : begin + int(bounds[-1])], bounds)
+        end = first + self._lengths
+        begins = np.flatnonzero(np.append(True, first[1:] != end[:-1])[: len(first)])
+        if _RUN * len(begins) > len(first):
+            yield from super().chunks()
+            return
+        for row, last in itertools.pairwise([*begins.tolist(), len(first)]):
+            yield values[first[row] : end[last - 1]]
+
+    def to_host(self) -> Ragged:
+        """All rows, one after the other: joined once, if they are in several arrays, and from then on kept so."""
+        if self._joined is None:
+            self._joined = super().to_host()
+            self._places = self._joined.values, self._joined.offsets[:-1]
+        return self._joined
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostTokens, ([self.to_host()],)
