@@ -131,7 +131,8 @@ class PromptDataset(Rows):
     def tokens(self) -> Ragged:
         """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host.
 
-        With `device="cuda"` they are copied there when they are first needed; with `store="disk"`, each time.
+        They are joined, or with `device="cuda"` copied there, when they are first needed; in each process that asks for
+        them. With `store="disk"`, they are copied each time.
         """
         return self._store.to_host()
 
