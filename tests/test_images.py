@@ -64,7 +64,12 @@ def expected_ids(processor: Any, messages: Sequence[Any], images: Sequence[bytes
     more: dict[str, Any] = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
     if TRANSFORMERS_4 and opened and "torchvision" in sys.modules:  # LLaVA-NeXT's takes no lists from such
         more["return_tensors"] = "pt"
-    return list(map(int, processor(text=[text], images=[opened] if opened else None, **more)["input_ids"][0]))
+    more |= {"text": [text], "images": [opened] if opened else None}
+    try:
+        made = processor(**more)
+    except AttributeError:  # Ovis2's asks for tensors, as trainers do
+        made = processor(**more, return_tensors="pt")
+    return list(map(int, made["input_ids"][0]))
 
 
 def parts(*contents: str | None) -> list[dict[str, str]]:

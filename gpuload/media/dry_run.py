@@ -138,8 +138,8 @@ def call(processor: Any, text: str, images: Sequence[Any], kwargs: Mapping[str, 
     try:
         return processor(**more)
     except AttributeError:
-        # In transformers 4, those of LLaVA-NeXT, LLaVA-OneVision and Ovis2 take no lists, which their processors of
-        # images that need torchvision return unless asked for tensors.
+        # Some take no lists, which their processors of images return unless asked for tensors: those of LLaVA-NeXT and
+        # LLaVA-OneVision in transformers 4, with torchvision; Ovis2's in 5, too, without.
         if not images or "return_tensors" in kwargs:
             raise
         return processor(**more, return_tensors="pt")
