@@ -16,22 +16,8 @@ from gpuload.engines.host.normal_form import in_normal_form, is_calm
 from gpuload.tokenizer.nfc import NEVER, nfc_tables
 
 PIECES = (
-    *(
-        "a",
-        "e",
-        "q",
-        "q\u0323",
-        "<end>",
-        " ",
-        "\n",
-        ">",
-        "<|im_end|>",
-        "<|im_start|>assistant\n",
-        "1",
-        "\u00a0",
-        "caf\u00e9",
-        "\u1ea5",
-    ),
+    *("a", "e", "q", "q\u0323", "1", " ", "\n", ">", "\u00a0", "caf\u00e9", "\u1ea5"),
+    *("<end>", "<|im_end|>", "<|im_start|>assistant\n"),
     *("\u4f60\u597d", "\u3002", "\u0964", "\U0001f600", "\ud55c\uae00"),
     *("e\u0301", "\u0301", "\u0323", "\u0338", "a\u0323\u0302", "\u212b", "\u0958", "\u0b47\u0b3e", "\u0344"),
     *("\u1100\u1161", "\u11a8", "\uac00", "\u3099", "\u304b\u3099", "\U0001d15e", "\U00011099\U000110ba"),

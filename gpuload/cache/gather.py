@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
-from gpuload.core.arrow import bitmap
+from gpuload.core.arrow import bitmap, spanning
 
 _FEW = 12  # tables
 _MOST = (1 << 31) - 1  # of what 32-bit offsets can count
@@ -76,9 +76,9 @@ class AddressSpace:
     """The memory from the first to the last byte of some buffers. What is between them is never read."""
 
     def __init__(self, buffers: Sequence[pa.Buffer]):
-        self.base = min(buffer.address for buffer in buffers)
-        self.end = max(buffer.address + buffer.size for buffer in buffers) // 8 * 8
-        memory = pa.foreign_buffer(self.base, self.end - self.base, list(buffers))
+        memory = spanning(buffers)
+        self.base, self.end = memory.address, (memory.address + memory.size) // 8 * 8
+        memory = memory.slice(0, self.end - self.base)
         self._bytes = memoryview(memory)
         self._items = {width: np.frombuffer(memory, f"i{width}") for width in (1, 2, 4, 8)}
 

@@ -60,6 +60,12 @@ def as_numpy(array: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, f"{letter}{kind.bit_width // 8}")[low:high]
 
 
+def spanning(buffers: Sequence[pa.Buffer]) -> pa.Buffer:
+    """One buffer from the first to the last byte of some, which it keeps. What is between them must not be read."""
+    base = min(buffer.address for buffer in buffers)
+    return pa.foreign_buffer(base, max(buffer.address + buffer.size for buffer in buffers) - base, list(buffers))
+
+
 def fill_null(array: Any, value: Any) -> Any:
     """`pc.fill_null(array, value)`; the array itself if no value is null."""
     return array.fill_null(as_scalar(value, array.type)) if array.null_count else array

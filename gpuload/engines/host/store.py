@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, RowNumbers, RowsInParts, offsets_of, ranges
+from gpuload.core.arrow import spanning
 
 _RUN = 64  # rows that follow each other in memory: to read fewer as a view takes longer than to gather them
 
@@ -27,12 +28,10 @@ class HostTokens(RowsInParts):
 
     def __init__(self, parts: list[Ragged], order: RowNumbers | None = None):
         arrays = [np.require(part.values, np.int32, ["C", "ALIGNED"]) for part in parts]
-        some = [array for array in arrays if array.size]  # others may be at any address
-        base = min((array.ctypes.data for array in some), default=0)
-        end = max((array.ctypes.data + array.nbytes for array in some), default=0)
+        buffers = [pa.py_buffer(array) for array in arrays if array.size]  # others may be at any address
         # An index into this array is an address in units of an id, counted from the first one.
-        values = np.frombuffer(pa.foreign_buffer(base, end - base, some), np.int32) if some else np.zeros(0, np.int32)
-        begins = [(array.ctypes.data - base) // values.itemsize if array.size else 0 for array in arrays]
+        values = np.frombuffer(spanning(buffers), np.int32) if buffers else np.zeros(0, np.int32)
+        begins = [(array.ctypes.data - values.ctypes.data) // values.itemsize if array.size else 0 for array in arrays]
         places = zip(begins, parts, strict=True)
         first = np.concatenate([np.zeros(0, np.int64), *(begin + part.offsets[:-1] for begin, part in places)])
         lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
