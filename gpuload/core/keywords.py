@@ -57,7 +57,7 @@ class LoadKeywords(TypedDict, total=False):
     pad_token_id: int | None
     """Padding token, instead of the tokenizer's."""
 
-    cache_dir: str | None
+    cache_dir: str | os.PathLike[str] | None
     """Directory for downloaded files and cached tokens, or the URL of a store of tokens that a cluster has filled.
     None is `$GPULOAD_CACHE`, else `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`."""
 
