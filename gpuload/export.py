@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -103,8 +103,7 @@ def save_to_disk(
                 f"split {name!r} has images, which a directory of tokens cannot have: use its loader, and load with "
                 "store='disk' to keep its rows for later loads"
             )
-        if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
-            raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
+    check_split_names(splits)
     try:
         partial = PartialDirectory(place.parent)
         try:
@@ -124,6 +123,13 @@ def save_to_disk(
             error.strerror = "it exists now"
         full = "free disk space, or " * (error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
         raise ExportError(f"cannot write {place}: {error.strerror or error}: {full}choose another directory") from error
+
+
+def check_split_names(names: Iterable[Any]) -> None:
+    """Checks the names of splits; an `OptionError` if one can be none."""
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
+            raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
 
 
 def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any:
@@ -155,10 +161,10 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
             f"directory={os.fspath(directory)!r:.80}: cannot be used: {reason}: choose another"
         ) from error
     if there:
-        if not overwrite:
-            raise OptionError(f"{place} exists: choose another directory, or overwrite it (overwrite=True)")
         if not (place / _ABOUT).is_file():
             raise OptionError(f"{place} exists and was not written by gpuload: choose another directory")
+        if not overwrite:
+            raise OptionError(f"{place} exists: choose another directory, or overwrite it (overwrite=True)")
     try:
         import datasets
     except ImportError as error:

@@ -45,7 +45,7 @@ def test_no_such_column(write: Callable[..., str], qwen: Any) -> None:
     file = write({"conversation": [user("a")], "answer": ["b"]})
     with pytest.raises(DataError, match=r"did you mean prompt_key='conversation'\? The columns are conversation"):
         gpuload.load(file, qwen)
-    with pytest.raises(DataError, match=r"no column 'prompt'\. The columns are x$"):
+    with pytest.raises(DataError, match=r"no column 'prompt'\. The columns are x: prompt_key=... names the one"):
         gpuload.load(write({"x": [1]}), qwen)
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import warnings
@@ -19,7 +21,9 @@ from transformers import AutoTokenizer
 
 import gpuload
 from gpuload.cli import doctor
+from gpuload.cli.inspect import check_page, write_page
 from gpuload.cli.main import main
+from gpuload.core.errors import OptionError
 from gpuload.engines.device import cuda
 from gpuload.engines.host.engine import HostEngine
 
@@ -313,7 +317,13 @@ def test_arguments_of_the_shell_in_messages(
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "file").touch()
     assert main(["prepare", *command, "--export", "sft", str(tmp_path / "made")]) == 1
+    assert "made exists and was not written by gpuload: choose another directory" in capsys.readouterr().err
+    (tmp_path / "made" / "gpuload.json").touch()
+    assert main(["prepare", *command, "--export", "sft", str(tmp_path / "made")]) == 1
     assert "choose another directory, or overwrite it (--overwrite)" in capsys.readouterr().err
+    split = ["--export", "sft", str(tmp_path / "new"), "--split", f"a/b={chats}"]
+    assert main(["prepare", "/nosuch.parquet", *command[1:], *split]) == 1  # before anything is read
+    assert "split 'a/b': expected letters" in capsys.readouterr().err
     AutoTokenizer.from_pretrained(qwen_folder).save_pretrained(tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").unlink()
     assert main(["diff", *command, "--against-tokenizer", str(tmp_path / "bare")]) == 1
@@ -359,6 +369,37 @@ def test_a_page_that_cannot_be_written_is_an_error_before_the_load(
     ):
         assert main(["inspect", "/nosuch.parquet", "--tokenizer", qwen_folder, "--html", str(page)]) == 1
         assert f"gpuload: --html {page}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_page_is_written_as_a_whole_or_not_at_all(tmp_path: Path, there: bool) -> None:
+    place, link = tmp_path / "x.html", tmp_path / "link.html"
+    if there:
+        place.write_text("old")
+    link.symlink_to(place)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a disk that is full after 1,000 bytes
+    try:
+        with pytest.raises(OptionError, match=r"x.html: cannot be written: File too large"):
+            write_page(str(place), "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"link.html", *["x.html"] * there}
+    assert not there or place.read_text() == "old"
+    write_page(str(link), "new")
+    assert link.is_symlink()
+    assert place.read_text() == "new"
+
+
+def test_a_page_may_be_a_pipe() -> None:
+    ends = os.pipe()
+    check_page(Path(f"/dev/fd/{ends[1]}"))
+    write_page(f"/dev/fd/{ends[1]}", "page")
+    assert os.read(ends[0], 10) == b"page"
+    for end in ends:
+        os.close(end)
 
 
 INTERRUPTED = """

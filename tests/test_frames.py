@@ -170,6 +170,12 @@ def test_what_is_no_frame(load: Callable[..., Any], qwen: Any, given: Any, messa
         (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), "Duplicate column names found"),
         (pd.DataFrame({"prompt": CONTENTS, "image": [object()] * 3}), r"converted to Arrow .*column image"),
         (pd.DataFrame({"prompt": ["a"], "n": pd.Series([2**63], dtype=object)}), "column .n. cannot be .*too large"),
+        (
+            pd.DataFrame(
+                {"x": range(9), "prompt": [[{"role": "user", "content": "a\ud800"[: 1 + k // 5]}] for k in range(9)]}
+            ),
+            r"column 'prompt' has a text with a lone surrogate, '\\ud800', in row 5, which UTF-8 cannot encode",
+        ),
         (Polars({"prompt": "String", "n": "Object"}), "cannot be converted to Arrow .column .n. has Python objects"),
         (pa.table([["a"], ["b"]], ["prompt", "prompt"]), "two columns have the name 'prompt'"),
         (DATA.select([]), "Dataset: no rows"),

@@ -459,6 +459,29 @@ def test_forms_of_references(tmp_path: Path) -> None:
             media_of(wrong, places)
 
 
+def test_urls_are_decoded_once_and_name_no_host(tmp_path: Path) -> None:
+    for name in ("a b.png", "a%20b.png"):
+        (tmp_path / name).write_text(name)
+        url = (tmp_path / name).as_uri()
+        for each in (url, url.replace("file://", "file://localhost"), url.replace("file://", "file:")):
+            assert bytes(media_of(each, Places(str(tmp_path))).read()) == name.encode()
+    for given in ("file://a.png", f"file://elsewhere{tmp_path}/a%20b.png"):
+        with pytest.raises(ImageError, match=f"'{re.escape(given[:70])}.* names the host '(a.png|elsewhere)'"):
+            media_of(given, Places(str(tmp_path)))
+
+
+def test_base64_of_urls_may_have_lines() -> None:
+    import base64
+
+    data = encoded(picture(90, 80), "PNG")
+    for kind in ("base64", "Base64", "BASE64"):
+        url = f"data:image/png;{kind},{base64.encodebytes(data).decode()}"
+        assert "\n" in url.strip()
+        assert bytes(media_of(url, Places()).read()) == data
+    with pytest.raises(ImageError, match="the base64 of its data: URL is wrong"):
+        media_of("data:image/png;base64,YQ=*=", Places())
+
+
 def test_images_in_parts_of_messages(tmp_path: Path, qwen: Any) -> None:
     picture(60, 90).save(tmp_path / "a.png")
     picture(90, 200).save(tmp_path / "b.png")

@@ -370,7 +370,10 @@ def test_rows_of_which_nothing_can_be_made_take_no_others(qwen: Any) -> None:
     data = load(qwen, rows, chat_template=STRIPPING)
     assert [row[:2] for row in shown(qwen, data)] == [(0, 1), (0, 3), (5, 1), (5, 3)]
     assert data.report.rows_rejected == 4
-    assert "no turn is learned: there is no answer of an assistant" in data.report.rejected
+    why = "no turn is learned: there is no answer of an assistant, or none that loss_on selects"
+    assert why in data.report.rejected
+    after = load(qwen, [[*MESSAGES, {"role": "user", "content": "and?"}], MESSAGES], loss_on="last_turn")
+    assert after.report.rejected == {why: 1}
 
 
 def test_columns_batches_packs_and_arrow(qwen: Any, tmp_path: Path) -> None:

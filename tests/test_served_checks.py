@@ -198,3 +198,12 @@ def test_other_data() -> None:
     table = pa.table({"prompt": ["a", "b"]})
     with pytest.raises(OptionError, match="is for conversations, and these files hold prompts"):
         gpuload.check(table, small_tokenizer(STRIPPING), turns="served")
+
+
+@pytest.mark.parametrize("given", [["--history", "sampled"], ["--thinking", "<a>", "b c"]])
+def test_arguments_of_conversations_for_prompts(
+    tmp_path: Path, qwen_folder: str, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["inspect", str(tmp_path / "rows.jsonl"), "--tokenizer", qwen_folder, *given]) == 1
+    assert f"{shlex.join(given)} is for conversations, and these files hold prompts" in capsys.readouterr().err

@@ -4,11 +4,13 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from gpuload.cli.arguments import data_of, served_of
 from gpuload.cli.output import printable
 from gpuload.core.errors import OptionError
+from gpuload.core.files import replacing
 from gpuload.core.options import Options
 from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_column
@@ -77,13 +79,22 @@ def check_page(page: Path) -> None:
         raise OptionError(f"--html {page}: no such directory: {page.parent}")
     if page.is_dir():
         raise OptionError(f"--html {page}: a directory: name a file in it")
-    if not os.access(page if page.exists() else page.parent, os.W_OK):
-        raise OptionError(f"--html {page}: cannot be written: no permission")
+    if not os.access(page if _is_device(page) else page.resolve().parent, os.W_OK):
+        raise OptionError(f"--html {page}: cannot be written: no permission, or a read-only file system")
+
+
+def _is_device(place: Path) -> bool:
+    """Whether it is a terminal or a pipe, for example, which cannot be replaced by a file."""
+    return place.exists() and not place.is_file()
 
 
 def write_page(html: str, page: str) -> None:
+    """Writes a page as a whole, or leaves the file as it was; an `OptionError` if it cannot be written."""
+    place = Path(html)
     try:
-        Path(html).write_text(page, encoding="utf-8")
+        # Where it is a link, the file that it names is replaced.
+        with nullcontext(place) if _is_device(place) else replacing(place.resolve()) as file:
+            file.write_text(page, encoding="utf-8")
     except OSError as error:
         raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
 

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Mapping
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|(-?[A-Za-z0-9_.]+)|)")
+_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|(-?[A-Za-z0-9_.]+)|(\[[^]]*\])|)")
 
 
 def prepare_output() -> None:
@@ -53,11 +53,13 @@ def as_arguments(message: str, arguments: Mapping[str, str]) -> str:
     """A message that names the arguments of a command where it names options of Python: `arguments` has both."""
 
     def replaced(found: re.Match[str]) -> str:
-        name, quoted, bare = found.groups()
+        name, quoted, bare, values = found.groups()
         if name == "chat_template" and bare == "None" and "no_template" in arguments:
             return arguments["no_template"]
         if name not in arguments:
             return found[0]
+        if values:  # of an argument that takes several
+            return " ".join([arguments[name], *(shlex.quote(each[1:-1]) for each in values[1:-1].split(", "))])
         value = quoted[1:-1] if quoted else bare
         if value == "True":  # a switch
             return arguments[name]

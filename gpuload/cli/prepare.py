@@ -10,7 +10,7 @@ from gpuload.cli.arguments import TRAINING, template_kwargs, template_of
 from gpuload.cli.output import printable
 from gpuload.core.errors import GpuloadError, OptionError
 from gpuload.dataset.trainer_columns import CHATS, PAIRS
-from gpuload.export import check_destination, save_to_disk
+from gpuload.export import check_destination, check_split_names, save_to_disk
 from gpuload.inspect.data import open_data
 from gpuload.kinds.load_chats import load_chats
 from gpuload.kinds.load_pairs import load_pairs
@@ -108,6 +108,7 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
         splits[name] = [*splits.get(name, []), files]
     if not splits or not given.tokenizer:
         error("files and --tokenizer are required")
+    check_split_names(splits)
     overwrite = more.pop("overwrite", False)
     check_destination(directory, overwrite)  # before the work
     load, writing, _ = KINDS[kind]

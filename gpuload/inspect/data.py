@@ -57,8 +57,11 @@ def open_data(
     parsed = Options.parse({**given, "prompt_key": prompt_key})
     opened = [source for source in open_all(files, parsed) if source.num_rows]
     kind = kind or _kind_of_all(opened, prompt_key, messages_key)
-    if kind != "chats" and turns == "served":
-        raise OptionError(f"turns='served' is for conversations, and these files hold {kind}: --as chats reads them so")
+    asked = next((name for name, value in served.items() if value != "conversation"), None)
+    if kind != "chats" and asked is not None:
+        raise OptionError(
+            f"{asked}={served[asked]!r} is for conversations, and these files hold {kind}: --as chats reads them so"
+        )
     if kind == "prompts":
         return open_job(PromptKind(), opened, tokenizer, parsed, started)
     if parsed.chat_template is None:

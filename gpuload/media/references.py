@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from gpuload.media.headers import FileBytes, ImageError
@@ -148,14 +148,20 @@ def _of_text(text: str, places: Places) -> Media:
     scheme = urlsplit(text[:64]).scheme.lower() if ":" in text[:64] else ""
     if scheme == "data":
         head, comma, body = text.partition(",")
-        if not comma or not head.endswith(";base64"):
+        if not comma or not head.lower().endswith(";base64"):
             raise ImageError("its data: URL is not base64")
         try:
-            return Media(data=memoryview(base64.b64decode(body, validate=True)))
+            # Many encoders break lines, which `validate` rejects.
+            return Media(data=memoryview(base64.b64decode("".join(body.split()), validate=True)))
         except binascii.Error as error:
             raise ImageError(f"the base64 of its data: URL is wrong ({error})") from None
     if scheme == "file":
-        text = url2pathname(unquote(urlsplit(text).path))
+        url = urlsplit(text)
+        if url.netloc.lower() not in ("", "localhost"):
+            raise ImageError(
+                f"{text[:80]!r} names the host {url.netloc!r}: write file:///path, or a path without file:"
+            )
+        text = url2pathname(url.path)  # which decodes %20, once
         return Media(path=places.find(text), given=text)
     if len(scheme) > 1 and "://" in text[:64]:
         raise ImageError(f"{text[:80]!r} is a URL: URLs of images are not fetched, download them before")

@@ -67,6 +67,11 @@ def open_frame(frame: Any, name: str) -> Source:
         table = _converted(_table_of(frame, kind))
     except _WRONG as error:
         said, column = ": ".join(map(str, error.args)), _wrong_column(frame, kind)
+        if isinstance(error, UnicodeEncodeError):
+            raise DataError(
+                f"{name}: {column} has a text with a lone surrogate, {error.object[error.start]!r}, in row "
+                f"{_wrong_row(frame)}, which UTF-8 cannot encode: replace it, or drop the row"
+            ) from None
         raise DataError(
             f"{name}: {column} cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
         ) from error
@@ -104,6 +109,19 @@ def _wrong_column(frame: Any, kind: str | None) -> str:
     except _WRONG:  # no column at all
         pass
     return "a column"
+
+
+def _wrong_row(frame: Any) -> int:
+    """The first row of a pandas frame that cannot be converted; one of them can not."""
+    low, high = 0, len(frame)
+    while high - low > 1:  # it is one of low to high - 1
+        middle = (low + high) // 2
+        try:
+            _table_of(frame.iloc[low:middle], "pandas.DataFrame")
+            low = middle
+        except _WRONG:
+            high = middle
+    return low
 
 
 def _table_of(frame: Any, kind: str | None) -> pa.Table:

@@ -115,9 +115,10 @@ def check_prompt_column(source: Source, prompt_key: str) -> None:
         if name in source.schema.names[:number]:
             raise DataError(f"{source.name}: two columns have the name {name!r}: rename one of them")
     if prompt_key not in source.schema.names:
+        likely = _likely(source.schema, prompt_key)
         raise DataError(
-            f"{source.name}: no column {prompt_key!r}{_likely(source.schema, prompt_key)} "
-            f"The columns are {', '.join(source.schema.names)}"
+            f"{source.name}: no column {prompt_key!r}{likely or '.'} The columns are {', '.join(source.schema.names)}"
+            f"{'' if likely else ': prompt_key=... names the one with prompts'}"
         )
 
 
@@ -140,7 +141,7 @@ def _likely(schema: pa.Schema, prompt_key: str) -> str:
     if "did you mean" in close:
         return close
     asked = next((name for name in _QUESTIONS if name in schema.names and is_text(schema.field(name).type)), None)
-    return f": did you mean prompt_key={asked!r}?" if asked else "."
+    return f": did you mean prompt_key={asked!r}?" if asked else ""
 
 
 def bytes_of(table: pa.Table, names: Collection[str] | None) -> int:

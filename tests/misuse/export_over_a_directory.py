@@ -5,4 +5,4 @@ import gpuload
 chats = gpuload.load_chats("chats.jsonl", "tokenizer")
 gpuload.save_to_disk({"train": chats}, "tokenizer")
 
-# OptionError: .../tokenizer exists: choose another directory, or overwrite it (overwrite=True)
+# OptionError: .../tokenizer exists and was not written by gpuload: choose another directory

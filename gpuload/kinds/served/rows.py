@@ -16,6 +16,7 @@ from gpuload.kinds.served.stored import COUNTS, Headers, headers_only
 from gpuload.kinds.served.turns import REASONS
 from gpuload.packing.plan import whole_rows
 
+_NO_ANSWER = "there is no answer of an assistant, or none that loss_on selects"
 _CHUNK = 1 << 12  # conversations that are read at a time
 
 
@@ -98,7 +99,7 @@ def useless_conversations(stored: Ragged, options: Options) -> dict[int, str]:
     for row in np.flatnonzero((counts == 0) & (stored.lengths > 0)).tolist():
         reasons = headers.reasons[headers.reason_offsets[row] : headers.reason_offsets[row + 1]]
         most = int(reasons[reasons[:, 1].argmax(), 0]) if len(reasons) else -1
-        found[row] = f"no turn is learned: {REASONS[most] if len(reasons) else 'there is no answer of an assistant'}"
+        found[row] = f"no turn is learned: {REASONS[most] if len(reasons) else _NO_ANSWER}"
     return found
 
 
