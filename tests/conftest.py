@@ -22,6 +22,7 @@ from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
 from gpuload.engines.host import few
+from gpuload.pipeline import parts
 from gpuload.sources import batches
 from gpuload.template.known import forget_templates
 
@@ -128,6 +129,7 @@ def files(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Three files of different columns and types, with rejected, overlong and by-reference rows; the first one in
     several batches, the second one with nothing but prompts."""
     monkeypatch.setattr(batches, "BATCH_ROWS", 128)
+    monkeypatch.setattr(parts, "_SMALL_ROWS", 0)  # which are not joined again
     rng = np.random.default_rng(0)
     chats: list[Any] = [user("number " * int(n)) for n in rng.integers(0, 60, 300)]
     chats[7], chats[20], chats[299] = None, [], [{"role": "tool", "content": "x"}]

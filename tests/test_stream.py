@@ -178,6 +178,7 @@ def test_many_files_with_many_paths(write: Callable[..., str], qwen: Any, monkey
     rows = [user(text) * (1 + number % 3) for number, text in enumerate(texts)]
     files = [write(rows[start::8], f"{start}.parquet") for start in range(8)]
     monkeypatch.setattr("gpuload.sources.batches.BATCH_ROWS", 16)
+    monkeypatch.setattr("gpuload.pipeline.parts._SMALL_ROWS", 0)
     options = {"token_cache": False, "chat_template": TEMPLATE, "verify": "full", "progress": False}
     found = gpuload.load(files, qwen, **options)
     expected = [

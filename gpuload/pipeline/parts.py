@@ -1,7 +1,8 @@
-"""The batches that pass the stages of a load: rows of one source, or, on a device, of several.
+"""The batches that pass the stages of a load: rows of one source, or of several.
 
-What a device costs per batch hardly depends on its size, so the rows of small files are joined before they are
-rendered. What is stored per file, columns and cache entries, is taken apart again.
+What a batch costs hardly depends on its size, on a device up to some megabytes and on the host up to some hundred rows,
+so the rows of small files are joined before they are rendered. What is stored per file, columns and cache entries, is
+taken apart again.
 """
 
 from collections import Counter
@@ -18,6 +19,9 @@ from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedRows, Render
 from gpuload.sources.batches import FIRST_PART, SHARE_OF_PROMPTS, decoded_bytes
 from gpuload.sources.later import one_table
 from gpuload.sources.read import Source
+
+# Of batches on the host, each of which costs some milliseconds.
+_SMALL_ROWS, _SMALL_BYTES = 512, 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,38 +159,49 @@ def _control(text: RenderedRows) -> Array:
     return np.arange(len(text)) < text.control_rows
 
 
-def joined(batches: Iterator[Batch | Encoded], nbytes: int) -> Iterator[Batch | Encoded]:
+def joined(
+    batches: Iterator[Batch | Encoded], nbytes: int, most_rows: int | None = None, first: int = FIRST_PART
+) -> Iterator[Batch | Encoded]:
     """The same rows in larger batches, also of several sources: each costs a device the same launches and waits. The
     first one is smaller, so that the device has work while the next rows are read.
 
     Args:
         batches: whose prompts are joined if they are in host memory.
         nbytes: of prompts, how large a batch is at least.
+        most_rows: so many rows are enough, however small they are; None for no such bound.
+        first: of the parts of `nbytes`, how many times smaller the first one is.
     """
-    enough = nbytes // FIRST_PART
+    enough = nbytes // first
     waiting: list[Batch] = []
-    of_prompts = of_tables = 0
+    of_prompts = of_tables = rows = 0
     for batch in batches:
         prompts = batch.prompts if isinstance(batch, Batch) else None
         if waiting and not _alike(waiting[0].prompts, prompts):
             yield _as_one(waiting)
-            waiting, of_prompts, of_tables = [], 0, 0
-        if not isinstance(prompts, ArrowPrompts):
+            waiting, of_prompts, of_tables, rows = [], 0, 0, 0
+        if type(prompts) is not ArrowPrompts:
             yield batch
             continue
         assert isinstance(batch, Batch)
         waiting.append(batch)
         of_prompts, of_tables = of_prompts + decoded_bytes(prompts.column), of_tables + batch.nbytes
-        if of_prompts >= enough or of_tables >= SHARE_OF_PROMPTS * enough:
+        rows += len(batch)
+        many = most_rows is not None and rows >= most_rows
+        if many or of_prompts >= enough or of_tables >= SHARE_OF_PROMPTS * enough:
             yield _as_one(waiting)
-            waiting, of_prompts, of_tables, enough = [], 0, 0, nbytes
+            waiting, of_prompts, of_tables, rows, enough = [], 0, 0, 0, nbytes
     if waiting:
         yield _as_one(waiting)
 
 
+def small_ones_joined(batches: Iterator[Batch | Encoded]) -> Iterator[Batch | Encoded]:
+    """`joined` for the host: batches that have fewer than `_SMALL_ROWS` and `_SMALL_BYTES`."""
+    return joined(batches, _SMALL_BYTES, _SMALL_ROWS, first=1)
+
+
 def _alike(first: Prompts, second: Prompts | None) -> bool:
-    """Whether prompts in host memory can be joined."""
-    if not isinstance(first, ArrowPrompts) or not isinstance(second, ArrowPrompts):
+    """Whether prompts in host memory can be joined; those with images are not."""
+    if type(first) is not ArrowPrompts or type(second) is not ArrowPrompts:
         return False
     return bool(first.column.type == second.column.type)
 

@@ -46,7 +46,7 @@ from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
-from gpuload.pipeline.parts import Batch, Encoded, Rendered, SourceRows
+from gpuload.pipeline.parts import Batch, Encoded, Rendered, SourceRows, small_ones_joined
 from gpuload.pipeline.parts import joined as joined_batches
 from gpuload.pipeline.ranks import Ranks, joined
 from gpuload.pipeline.remedies import add_remedies
@@ -366,6 +366,7 @@ def _encoded(
     given = read(job.sources, kept.open, wanted, seconds, several=on_host)
     if on_host:
         given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
+        given = small_ones_joined(given)
     elif nbytes := engine.part_bytes:
         given = joined_batches(given, nbytes)
     given = ahead(given, threads["read"])

@@ -123,6 +123,7 @@ def render_rows(
     if reference.sanitizes and not with_ids:
         text = reject_unplain(text, reference.call.control, rejected)
     control = reference.call.control
+    found = np.array([row not in rejected and control.found_in(each) for row, each in enumerate(values)], bool)
     return HostText(
         text=text,
         ids=ids,
@@ -131,7 +132,8 @@ def render_rows(
         # Without a template, rows are text, and transformers renders nothing.
         by_reference=dict.fromkeys(range(len(values)), why) if reference.uses_template else {},
         reason_seconds={why: time.perf_counter() - started} if reference.uses_template else {},
-        control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
+        control_rows=int(found.sum()),
+        with_control=found,
     )
 
 
@@ -192,7 +194,7 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
         ]
         text = as_arrow(rows, pa.large_string())
     found = with_control_tokens(text, reference.call.control.texts)
-    return HostText(text=text, rejected=rejected, control_rows=int(found.sum()))
+    return HostText(text=text, rejected=rejected, control_rows=int(found.sum()), with_control=found)
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:

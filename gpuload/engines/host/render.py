@@ -143,6 +143,9 @@ class MixedText(HostText):
             made.by_reference.update((rows[at], why) for at, why in text.by_reference.items())
             add_seconds(made.reason_seconds, text.reason_seconds)
             made.control_rows += text.control_rows
+        if all(text.with_control is not None or not text.control_rows for text in texts):
+            found = [np.zeros(len(text), bool) if text.with_control is None else text.with_control for text in texts]
+            made.with_control = np.concatenate(found)[order]
         made.rejected, made.by_reference = (dict(sorted(each.items())) for each in (made.rejected, made.by_reference))
         return made
 
