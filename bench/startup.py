@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ _ROWS = (500, 1_000, 2_000, 8_000, 20_000)
 _LIMIT = 1_024
 
 
-def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int, Path]]:
-    """Write the first rows of each dataset; all of them where it has fewer than the largest number."""
+def write_datasets(directory: Path, rows: tuple[int, ...], parts: int = 1) -> dict[str, dict[int, Path]]:
+    """Write rows of each dataset; all of them where it has fewer than the largest number. A dataset of several parts
+    is a folder of so many files."""
     tables = {"school mathematics": prompts_of([Path(demo_files()[0])])}
     if SHARED.exists():
         tables["programming tasks"] = prompts_of([SHARED / "datasets" / "code_prompts.parquet"])
@@ -51,7 +53,15 @@ def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int
             file = directory / f"{place}-{number}.parquet"
             # In the order of the files, some rows would be of one project only.
             step = table.num_rows / number
-            pq.write_table(table.take(pa.array([int(k * step) for k in range(number)])), file)
+            some = table.take(pa.array([int(k * step) for k in range(number)]))
+            if parts > 1:
+                file = file.with_suffix("")
+                file.mkdir()
+                ends = [number * k // parts for k in range(parts + 1)]
+                for k, (low, high) in enumerate(pairwise(ends)):
+                    pq.write_table(some.slice(low, high - low), file / f"{k:05}.parquet")
+            else:
+                pq.write_table(some, file)
             files.setdefault(name, {})[number] = file
     return files
 
@@ -78,10 +88,12 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     assert not any(name.startswith(("gpuload.kinds", "gpuload.engines")) for name in sys.modules)
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     tokenizer("x")
+    path = Path(task["file"])
+    files = sorted(map(str, path.iterdir())) if path.is_dir() else [str(path)]
     if task["contender"] in (BY_ROW, BY_ROW_1):
         length_of = _length_of(tokenizer, task["contender"])
         started, cpu = time.perf_counter(), time.process_time()
-        frame = pd.read_parquet(task["file"])
+        frame = pd.concat([pd.read_parquet(file) for file in files])
         lengths = [length_of(prompt) for prompt in frame["prompt"]]
         kept = frame[[length <= _LIMIT for length in lengths]]
         return {
@@ -94,7 +106,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     import gpuload
 
     options = {"max_prompt_length": _LIMIT, "cache_dir": task["cache"], "progress": False, "device": "cpu"}
-    found = gpuload.load(task["file"], tokenizer, **options)
+    found = gpuload.load(files, tokenizer, **options)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
     assert not found.report.check.mismatches
     return {
@@ -136,6 +148,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rows-by-row", type=int, default=10_000, help="most rows that are measured row by row")
     parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="numbers of rows")
+    parser.add_argument("--files", type=int, default=1, help="that each dataset is in; no record of more than one")
     parser.add_argument("--quick", action="store_true", help="three numbers of rows, one run, no record")
     parser.add_argument("--tokenizer", help="directory or name; Qwen2.5 by default")
     parser.add_argument("--task", help=argparse.SUPPRESS)  # one run, of this program's own
@@ -155,12 +168,12 @@ def main() -> None:
         "datasets": {},
     }
     with tempfile.TemporaryDirectory() as directory:
-        for name, files in write_datasets(Path(directory), rows).items():
+        for name, files in write_datasets(Path(directory), rows, given.files).items():
             record["datasets"][name] = {
                 str(number): _runs(str(file), name_or_path, number <= given.rows_by_row, repeats, Path(directory))
                 for number, file in files.items()
             }
-    if not given.quick:
+    if not given.quick and given.files == 1:
         RECORD.parent.mkdir(parents=True, exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         documents.write(RECORD)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from gpuload.core.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.core.options import nearest
 from gpuload.sources.arrow_files import mapped_table
-from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
+from gpuload.sources.batches import BATCH_BYTES, BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
 from gpuload.sources.local import LocalFile, opened
@@ -185,8 +185,13 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
     rows = metadata.num_rows if some is None else sum(counts[groups.start : groups.stop])
     parts = [range(groups.start + p.start, groups.start + p.stop) for p in row_group_parts([counts[g] for g in groups])]
 
+    # A file of one table is read by the thread that asks for it: of several files, there is one for each.
+    nbytes = sum(metadata.row_group(i).total_byte_size for i in groups)
+    small = len(parts) == 1 and rows <= BATCH_ROWS and nbytes <= BATCH_BYTES
+
     def read(hidden: Set[str]) -> Iterator[pa.Table]:
-        return _read_parquet(local, rows, in_order([_decode(local, hidden, part) for part in parts]))
+        decoded = [_decode(local, hidden, part) for part in parts]
+        return _read_parquet(local, rows, decoded[0] if small else in_order(decoded))
 
     return Source(
         file.name,
