@@ -20,8 +20,9 @@ from gpuload.sources.batches import FIRST_PART, SHARE_OF_PROMPTS, decoded_bytes
 from gpuload.sources.later import one_table
 from gpuload.sources.read import Source
 
-# Of batches on the host, each of which costs some milliseconds.
-_SMALL_ROWS, _SMALL_BYTES = 512, 1 << 18
+# Of batches on the host, each of which costs some milliseconds. Of more rows at once, more words are the same, and the
+# encoder encodes those once.
+_SMALL_ROWS, _SMALL_BYTES = 2048, 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,8 @@ def joined(
     Args:
         batches: whose prompts are joined if they are in host memory.
         nbytes: of prompts, how large a batch is at least.
-        most_rows: so many rows are enough, however small they are; None for no such bound.
+        most_rows: so many rows are enough, however small they are, and a batch that has them is not joined; None for no
+            such bound.
         first: of the parts of `nbytes`, how many times smaller the first one is.
     """
     enough = nbytes // first
@@ -176,7 +178,8 @@ def joined(
     of_prompts = of_tables = rows = 0
     for batch in batches:
         prompts = batch.prompts if isinstance(batch, Batch) else None
-        if waiting and not _alike(waiting[0].prompts, prompts):
+        large = most_rows is not None and len(batch) >= most_rows
+        if waiting and (large or not _alike(waiting[0].prompts, prompts)):
             yield _as_one(waiting)
             waiting, of_prompts, of_tables, rows = [], 0, 0, 0
         if type(prompts) is not ArrowPrompts:

@@ -365,8 +365,8 @@ def _encoded(
     on_host = engine.name != "cuda"
     given = read(job.sources, kept.open, wanted, seconds, several=on_host)
     if on_host:
-        given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
         given = small_ones_joined(given)
+        given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
     elif nbytes := engine.part_bytes:
         given = joined_batches(given, nbytes)
     given = ahead(given, threads["read"])

@@ -125,7 +125,7 @@ def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch 
     """
     most = max(_PIECE_ROWS, -(-rows // _thread_count()))
     for batch in batches:
-        if isinstance(batch, Encoded) or len(batch) <= most:
+        if isinstance(batch, Encoded) or len(batch) <= most or len(batch.parts) > 1:  # the last: small ones, joined
             yield batch
             continue
         (part,) = batch.parts
