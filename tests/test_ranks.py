@@ -25,7 +25,7 @@ from gpuload.cache import directory
 from gpuload.core.errors import OptionError
 from gpuload.engines.host import few
 from gpuload.engines.host.engine import HostEngine
-from gpuload.pipeline import parts, room
+from gpuload.pipeline import room
 from gpuload.sources import batches
 
 Answer = dict[str, Any]
@@ -55,7 +55,7 @@ def contents(prompts: gpuload.PromptDataset) -> Answer:
 
 def _serve(rank: int, parent: Connection) -> None:
     """Takes part in the scenarios that arrive, until there are no more."""
-    batches.BATCH_ROWS, parts._SMALL_ROWS = BATCH, 0
+    batches.BATCH_ROWS = BATCH
     few.FEW_ROWS = -1  # as in this process: templates are compiled for few rows, too
     while True:
         try:
