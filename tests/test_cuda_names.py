@@ -5,6 +5,7 @@ there until memory runs out.
 """
 
 import ast
+import gc
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,7 @@ def aliases(tree: ast.Module) -> dict[str, str]:
 
 def names_used(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name (`cupy.cuda.runtime.memGetInfo`) of each use. `xp` counts as CuPy."""
+    gc.collect()  # a destructor that fails while Python 3.11 parses prints a traceback, which parses, too: SystemError
     tree = ast.parse(path.read_text())
     local = aliases(tree)
     for node in ast.walk(tree):
