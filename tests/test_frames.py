@@ -172,7 +172,10 @@ def test_what_is_no_frame(load: Callable[..., Any], qwen: Any, given: Any, messa
         (pd.DataFrame({"prompt": ["a"], "n": pd.Series([2**63], dtype=object)}), "column .n. cannot be .*too large"),
         (
             pd.DataFrame(
-                {"x": range(9), "prompt": [[{"role": "user", "content": "a\ud800"[: 1 + k // 5]}] for k in range(9)]}
+                {
+                    "prompt": [[{"role": "user", "content": "a\ud800"[: 1 + k // 5]}] for k in range(9)],
+                    "mixed": pd.Series([1, "a"] * 4 + [None], dtype=object),
+                }
             ),
             r"column 'prompt' has a text with a lone surrogate, '\\ud800', in row 5, which UTF-8 cannot encode",
         ),

@@ -200,7 +200,9 @@ def test_other_data() -> None:
         gpuload.check(table, small_tokenizer(STRIPPING), turns="served")
 
 
-@pytest.mark.parametrize("given", [["--history", "sampled"], ["--thinking", "<a>", "b c"]])
+@pytest.mark.parametrize(
+    "given", [["--history", "sampled"], ["--thinking", "<a>", "b c"], ["--thinking", "[a, b]", "[/b]"]]
+)
 def test_arguments_of_conversations_for_prompts(
     tmp_path: Path, qwen_folder: str, capsys: pytest.CaptureFixture[str], given: list[str]
 ) -> None:

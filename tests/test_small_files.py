@@ -102,9 +102,9 @@ def test_each_file_has_an_entry_of_its_own(small: list[str], qwen_folder: str) -
         same(alone, expected, checked=False)
         assert alone.report.control_rows == expected.report.control_rows
     # Rows from the cache among rows of files that are not.
-    mixed = [*small[:9], "other", *small[9:]]
-    mixed[9] = str(Path(small[0]).with_name("other.jsonl"))
-    Path(mixed[9]).write_text(json.dumps({"prompt": user("other"), "number": 7}) + "\n")
+    other = Path(small[0]).with_name("other.jsonl")
+    other.write_text(json.dumps({"prompt": user("other"), "number": 7}) + "\n")
+    mixed = [*small[:9], str(other), *small[9:]]
     found = gpuload.load(mixed, qwen_folder)
     assert found.report.from_cache == small
     expected = gpuload.load(mixed, qwen_folder, token_cache=False)

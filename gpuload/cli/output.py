@@ -10,7 +10,8 @@ import unicodedata
 from collections.abc import Mapping
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|(-?[A-Za-z0-9_.]+)|(\[[^]]*\])|)")
+_QUOTED = r"'[^']*'|\"[^\"]*\""
+_OPTION = re.compile(rf"\b([a-z_]+)=(?:({_QUOTED})|(-?[A-Za-z0-9_.]+)|(\[(?:(?:{_QUOTED})(?:, )?)+\])|)")
 
 
 def prepare_output() -> None:
@@ -59,7 +60,7 @@ def as_arguments(message: str, arguments: Mapping[str, str]) -> str:
         if name not in arguments:
             return found[0]
         if values:  # of an argument that takes several
-            return " ".join([arguments[name], *(shlex.quote(each[1:-1]) for each in values[1:-1].split(", "))])
+            return " ".join([arguments[name], *(shlex.quote(each[1:-1]) for each in re.findall(_QUOTED, values))])
         value = quoted[1:-1] if quoted else bare
         if value == "True":  # a switch
             return arguments[name]

@@ -5,6 +5,7 @@ so the rows of small files are joined before they are rendered. What is stored p
 taken apart again.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,7 +162,7 @@ def _control(text: RenderedRows) -> Array:
 
 
 def joined(
-    batches: Iterator[Batch | Encoded], nbytes: int, most_rows: int | None = None, first: int = FIRST_PART
+    batches: Iterator[Batch | Encoded], nbytes: int, most_rows: float = math.inf, first: int = FIRST_PART
 ) -> Iterator[Batch | Encoded]:
     """The same rows in larger batches, also of several sources: each costs a device the same launches and waits. The
     first one is smaller, so that the device has work while the next rows are read.
@@ -169,8 +170,7 @@ def joined(
     Args:
         batches: whose prompts are joined if they are in host memory.
         nbytes: of prompts, how large a batch is at least.
-        most_rows: so many rows are enough, however small they are, and a batch that has them is not joined; None for no
-            such bound.
+        most_rows: so many rows are enough, however small they are, and a batch that has them is not joined.
         first: of the parts of `nbytes`, how many times smaller the first one is.
     """
     enough = nbytes // first
@@ -178,8 +178,7 @@ def joined(
     of_prompts = of_tables = rows = 0
     for batch in batches:
         prompts = batch.prompts if isinstance(batch, Batch) else None
-        large = most_rows is not None and len(batch) >= most_rows
-        if waiting and (large or not _alike(waiting[0].prompts, prompts)):
+        if waiting and (len(batch) >= most_rows or not _alike(waiting[0].prompts, prompts)):
             yield _as_one(waiting)
             waiting, of_prompts, of_tables, rows = [], 0, 0, 0
         if type(prompts) is not ArrowPrompts:
@@ -189,8 +188,7 @@ def joined(
         waiting.append(batch)
         of_prompts, of_tables = of_prompts + decoded_bytes(prompts.column), of_tables + batch.nbytes
         rows += len(batch)
-        many = most_rows is not None and rows >= most_rows
-        if many or of_prompts >= enough or of_tables >= SHARE_OF_PROMPTS * enough:
+        if rows >= most_rows or of_prompts >= enough or of_tables >= SHARE_OF_PROMPTS * enough:
             yield _as_one(waiting)
             waiting, of_prompts, of_tables, rows, enough = [], 0, 0, 0, nbytes
     if waiting:

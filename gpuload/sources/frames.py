@@ -66,11 +66,11 @@ def open_frame(frame: Any, name: str) -> Source:
     try:
         table = _converted(_table_of(frame, kind))
     except _WRONG as error:
-        said, column = ": ".join(map(str, error.args)), _wrong_column(frame, kind)
+        said, (column, alone) = ": ".join(map(str, error.args)), _wrong_column(frame, kind)
         if isinstance(error, UnicodeEncodeError):
             raise DataError(
                 f"{name}: {column} has a text with a lone surrogate, {error.object[error.start]!r}, in row "
-                f"{_wrong_row(frame)}, which UTF-8 cannot encode: replace it, or drop the row"
+                f"{_wrong_row(alone)}, which UTF-8 cannot encode: replace it, or drop the row"
             ) from None
         raise DataError(
             f"{name}: {column} cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
@@ -95,20 +95,21 @@ def _converted(table: pa.Table) -> pa.Table:
     return table
 
 
-def _wrong_column(frame: Any, kind: str | None) -> str:
-    """Which column is the first one that cannot be converted."""
+def _wrong_column(frame: Any, kind: str | None) -> tuple[str, Any]:
+    """Which column is the first one that cannot be converted, and a frame of that column alone."""
     pandas = kind == "pandas.DataFrame"
     try:
         whole = frame if pandas else _table_of(frame, kind)
         names = list(whole.columns) if pandas else whole.schema.names
         for at, name in enumerate(names):
+            alone = frame.iloc[:, [at]] if pandas else whole.select([at])
             try:
-                _converted(_table_of(frame.iloc[:, [at]], kind) if pandas else whole.select([at]))
+                _converted(_table_of(alone, kind) if pandas else alone)
             except _WRONG:
-                return f"column {name!r}"
+                return f"column {name!r}", alone
     except _WRONG:  # no column at all
         pass
-    return "a column"
+    return "a column", frame
 
 
 def _wrong_row(frame: Any) -> int:

@@ -186,8 +186,7 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
     parts = [range(groups.start + p.start, groups.start + p.stop) for p in row_group_parts([counts[g] for g in groups])]
 
     # A file of one table is read by the thread that asks for it: of several files, there is one for each.
-    nbytes = sum(metadata.row_group(i).total_byte_size for i in groups)
-    small = len(parts) == 1 and rows <= BATCH_ROWS and nbytes <= BATCH_BYTES
+    small = len(parts) == 1 and rows <= BATCH_ROWS and decoded_size(metadata, None) <= BATCH_BYTES
 
     def read(hidden: Set[str]) -> Iterator[pa.Table]:
         decoded = [_decode(local, hidden, part) for part in parts]
