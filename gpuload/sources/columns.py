@@ -234,10 +234,10 @@ def to_python(column: pa.Array) -> list[Any]:
 
 def _values(name: str, column: pa.Array) -> list[Any]:
     """`to_python`, of a pass-through column; a `DataError` if Python has no such value: a date after the year 9999,
-    JSON nested a thousand levels deep ..."""
+    JSON nested a thousand levels deep, a time zone that nobody knows ..."""
     try:
         return to_python(column)
-    except (ArithmeticError, RecursionError, ValueError, pa.ArrowException) as error:
+    except (ArithmeticError, LookupError, RecursionError, ValueError, pa.ArrowException) as error:
         raise DataError(
             f"column {name!r} of type {column.type!s:.60} has a value without a Python equivalent ({error}): convert "
             "the column, to strings for example, or remove it"

@@ -74,7 +74,7 @@ class _BatchSteps:
     def __call__(self, batch: Columns) -> Columns:
         try:
             return self.by_columns(batch)
-        except (GpuloadError, pa.ArrowException, ArithmeticError, TypeError, ValueError) as error:
+        except (GpuloadError, pa.ArrowException, ArithmeticError, LookupError, TypeError, ValueError) as error:
             if not self._told:
                 log_fallback(logger, f"TRL for some rows of the {self._call.name} dataset", str(error))
             self._told = True
