@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,60 @@ def test_rows_with_control_tokens_are_counted(load: Any, qwen: Any, write: Calla
     assert strings.report.control_rows == 3
     clean = load(write([user("plain")]), qwen, verify="off")
     assert "control tokens" not in str(clean.report)
+
+
+EVIL = "x <|im_end|> y"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+CHATS = [user("q") + said(EVIL), user(EVIL) + said("b"), user("c") + said("d")]
+PAIRS = [["q", "a", "b"], [EVIL, "a", "b"], ["q", EVIL, "b"], ["q", "a", EVIL]]
+ESCAPED = [
+    [{"role": "user", "content": r"\u003C|im_end|>"}, *said("b")],
+    [{"role": "user", "content": r"<|im_end|>"}, *said("b")],
+    [{"role": "user", "content": "a", "<|im_end|>": 1}, *said(r"\u003c \/")],  # a key is no text of the conversation
+]
+
+
+def as_messages(pair: list[str]) -> dict[str, Any]:
+    return {"prompt": user(pair[0]), "chosen": said(pair[1]), "rejected": said(pair[2])}
+
+
+@pytest.mark.parametrize(
+    ("load", "rows", "count"),
+    [
+        (gpuload.load_chats, [{"messages": chat} for chat in CHATS], 2),
+        (gpuload.load_chats, [{"messages": chat, "tools": TOOLS} for chat in CHATS], 2),
+        (gpuload.load_chats, [{"text": "a"}, {"text": EVIL}], 1),
+        (gpuload.load_chats, [{"prompt": "q", "completion": EVIL}, {"prompt": EVIL, "completion": "a"}], 2),
+        (partial(gpuload.load_chats, turns="served"), [{"messages": chat} for chat in CHATS], 2),
+        (partial(gpuload.load_chats, turns="served"), [{"messages": chat, "tools": TOOLS} for chat in CHATS], 2),
+        (gpuload.load_pairs, [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in PAIRS], 3),
+        (gpuload.load_pairs, list(map(as_messages, PAIRS)), 3),
+        (gpuload.load_pairs, [as_messages(pair) | {"tools": TOOLS} for pair in PAIRS], 3),
+    ],
+    ids=["chats", "tools", "text", "completions", "served", "served-tools", "pairs-text", "pairs", "pairs-tools"],
+)
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_all_kinds_of_data_are_counted(
+    load: Any, rows: list[Any], count: int, form: str, qwen: Any, tmp_path: Path
+) -> None:
+    given: Any = pa.Table.from_pylist(rows)
+    if form == "json":
+        given = tmp_path / "rows.jsonl"
+        given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(given, qwen, verify="off").report.control_rows == count
+
+
+def test_json_is_searched_whatever_it_escapes(qwen: Any) -> None:
+    texts = [json.dumps(chat).replace("\\\\", "\\") for chat in ESCAPED]
+    assert [json.loads(text) != chat for text, chat in zip(texts, ESCAPED, strict=True)] == [True, False, True]
+    chats = gpuload.load_chats(pa.table({"messages": pa.array(texts, pa.json_())}), qwen, verify="off")
+    assert chats.report.control_rows == 2
 
 
 def test_the_count_of_a_cached_file_is_the_same(warm_cache: Path, qwen: Any, write: Callable[..., str]) -> None:

@@ -605,6 +605,14 @@ def test_a_wrong_part_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, row
 GOOD = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
 
 
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.int8(), pa.bool_()], ids=str)
+def test_labels_are_numbers_of_any_type(qwen: Any, kind: pa.DataType) -> None:
+    labels = pa.array([1, 0, None, 1]).cast(kind)
+    pairs = gpuload.load_pairs(pa.table({"prompt": ["a"] * 4, "completion": ["b"] * 4, "label": labels}), qwen)
+    assert pairs.labels.tolist() == [True, False, True]
+    assert pairs.report.rejected == {"label is None, not true or false": 1}
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "reason"),
     [

@@ -545,6 +545,22 @@ def test_prompts_of_some_conversations(qwen: Any) -> None:
     ]
 
 
+def test_prompts_of_some_conversations_in_several_json_files(qwen: Any, tmp_path: Path) -> None:
+    """Also where none of them is in some of the files."""
+    rows = [{"messages": MESSAGES[: 2 + 2 * (k % 2)]} for k in range(6)] + [{"messages": []}]
+    files = [tmp_path / f"{k}.jsonl" for k in range(3)]
+    for file in files:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options: dict[str, Any] = {"prompt_key": "messages", "turns": "served", "progress": False}
+    found = gpuload.load(files, qwen, max_samples=9, **options)
+    assert list(zip(*found.take(["conversation", "turn"]).values(), strict=True)) == [
+        *((k, turn) for k in range(6) for turn in ([1, 3] if k % 2 else [1])), (7, 1), (8, 1), (8, 3),
+    ]  # fmt: skip
+    assert found.report.rejected == {"prompt is an empty list": 1}
+    drawn = gpuload.load(files, qwen, max_samples=1, shuffle=True, seed=0, **options)
+    assert len(set(drawn.take(["conversation"])["conversation"])) == 1
+
+
 def test_prompts_of_all_turns_for_trl(qwen: Any) -> None:
     pytest.importorskip("trl")
     from gpuload.integrations.trl import prompts

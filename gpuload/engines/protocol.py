@@ -152,12 +152,16 @@ class RenderedRows:
     # Row → why it was given to transformers; some of these rows may be rejected
     by_reference: dict[int, str] = field(default_factory=dict)
     reason_seconds: dict[str, float] = field(default_factory=dict)  # reason → the time that its rows took
-    control_rows: int = 0  # rows whose messages contain the text of a control token
-    # (n,) bool in host memory, which rows these are; None where only their number is known
+    # (n,) bool in host memory, rows whose messages contain the text of a control token; None if nobody looked for it
     with_control: Array | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    @property
+    def control_rows(self) -> int:
+        """Rows whose messages contain the text of a control token."""
+        return 0 if self.with_control is None else int(self.with_control.sum())
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -186,15 +190,28 @@ class RenderedRows:
 
     def fates(self) -> dict[str, Any]:
         """The attributes of this class, as keyword arguments of a subclass."""
-        names = ("rejected", "by_reference", "reason_seconds", "control_rows", "with_control")
+        names = ("rejected", "by_reference", "reason_seconds", "with_control")
         return {name: getattr(self, name) for name in names}
 
-    def add(self, other: "RenderedRows", first_row: int) -> None:
-        """Adds further rows, of which the first one has a number here."""
-        self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
-        self.by_reference.update((first_row + row, reason) for row, reason in other.by_reference.items())
-        add_seconds(self.reason_seconds, other.reason_seconds)
-        self.control_rows += other.control_rows
+    def take_fates(self, parts: Sequence["RenderedRows"]) -> None:
+        """Takes what became of the rows of all parts, one after the other."""
+        first_row = 0
+        for part in parts:
+            self.rejected.update((first_row + row, reason) for row, reason in part.rejected.items())
+            self.by_reference.update((first_row + row, reason) for row, reason in part.by_reference.items())
+            add_seconds(self.reason_seconds, part.reason_seconds)
+            first_row += len(part)
+        self.with_control = joined_control(parts)
+
+
+def joined_control(parts: Sequence[RenderedRows]) -> Array | None:
+    """`with_control` of all parts, one after the other; in rows of which there is no text it may be false."""
+    found = []
+    for part in parts:
+        if part.with_control is None and len(part.rejected) < len(part):
+            return None
+        found.append(np.zeros(len(part), bool) if part.with_control is None else part.with_control)
+    return np.concatenate(found)
 
 
 class RenderedText(Protocol):

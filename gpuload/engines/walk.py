@@ -140,7 +140,6 @@ class Walk:
                 alone = together(self, alone)
             by_reference.update(dict.fromkeys(alone.tolist(), FEW_ROWS))
         self.render_rows(dict(sorted(by_reference.items())))
-        self.control_rows = int(self._with_control.sum())
 
     def fates(self) -> dict[str, Any]:
         """What became of the rows, as keyword arguments of a `RenderedRows`."""
@@ -148,7 +147,6 @@ class Walk:
             "rejected": dict(sorted(self.rejected.items())),
             "by_reference": dict(sorted(self.by_reference.items())),
             "reason_seconds": self.reason_seconds,
-            "control_rows": self.control_rows,
             "with_control": self._with_control,
         }
 

@@ -25,7 +25,7 @@ from gpuload.engines.device.texts import gather
 from gpuload.engines.failures import out_of_memory
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import ArrowPrompts, Prompts, TextColumn, Tokenized
-from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_by_reference, problems_in, rejected_in
+from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_texts, problems_in, rejected_in
 
 
 @dataclass(kw_only=True, eq=False)
@@ -89,7 +89,7 @@ class DeviceTrainingEngine(DeviceEngine):
         with self._kernels.current():
             first, *more = (self._render(from_arrow(self._ops, each), program) for each, program in pieces)
         text = DevicePieces(kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.fates())
-        add_by_reference(text, more)
+        add_texts(text, more)
         text.reject(rejected_in(more))
         text.reject(problems_in(prompts.column))
         return text

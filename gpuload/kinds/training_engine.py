@@ -32,7 +32,7 @@ from gpuload.engines.host.prompts import (
     render_rows,
 )
 from gpuload.engines.host.render import AnswerSpans, HostText, MixedText
-from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized, add_seconds
+from gpuload.engines.protocol import ArrowPrompts, RenderedRows, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
@@ -97,14 +97,14 @@ class TrainingEngine(HostEngine):
     # -- rendering ---------------------------------------------------------------------------------------------------
 
     @garbage_collection_paused()
-    def render(self, prompts: Prompts) -> HostText:
-        column: pa.Array = prompts.column  # type: ignore[attr-defined]
+    def _render(self, prompts: ArrowPrompts) -> HostText:
+        column = prompts.column
         if self.by_prompt:
             return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         if is_text(column.type):
             return self._texts(None, [column])
         if not pa.types.is_struct(column.type):
-            return self._json(to_python(column), True) if column.type == JSON_TYPE else super().render(prompts)
+            return self._json(to_python(column), True) if column.type == JSON_TYPE else super()._render(prompts)
         if pieces := self.pieces(column):
             made = _combined([render_column(each, self._reference, program) for each, program in pieces])
         elif all(is_text(each.type) for each in _columns(column)):
@@ -304,7 +304,7 @@ def _combined(texts: Sequence[HostText]) -> HostText:
     """The texts of rows that a chat template has rendered, column by column."""
     first, *more = texts
     made = HostText(text=first.text, more=[each.text for each in more], answers=first.answers, **first.fates())
-    add_by_reference(made, more)
+    add_texts(made, more)
     return _without(made, rejected_in(more))
 
 
@@ -325,11 +325,14 @@ def why_by_row(row: Any) -> str:
     return "they have arguments of their own, in chat_template_kwargs" if own else MARKED_BY_ROW
 
 
-def add_by_reference(text: RenderedRows, parts: Sequence[RenderedRows]) -> None:
-    """Adds further texts of the same rows: a row was rendered by transformers if one of its texts was."""
+def add_texts(text: RenderedRows, parts: Sequence[RenderedRows]) -> None:
+    """Adds further texts of the same rows: a row was rendered by transformers, or has the text of a control token, if
+    that is so of one of its texts."""
     for part in parts:
         text.by_reference = part.by_reference | text.by_reference
         add_seconds(text.reason_seconds, part.reason_seconds)
+        if text.with_control is not None:
+            text.with_control = None if part.with_control is None else text.with_control | part.with_control
 
 
 def rejected_in(texts: Sequence[RenderedRows]) -> dict[int, str]:

@@ -130,7 +130,7 @@ class Encoded(SomeRows):
         rendered = self.rendered
         assert rendered is not None
         assert isinstance(rendered.text, RenderedRows)
-        ids, sizes, control = self.tokens.ids.to_host(), on_host(self.tokens.text_sizes), _control(rendered.text)
+        ids, sizes, control = self.tokens.ids.to_host(), on_host(self.tokens.text_sizes), rendered.text.with_control
         for part, low, high in self.ranges:
             offsets, rows = ids.offsets[low : high + 1], range(low, high)
             found = self.tokens.rejected
@@ -144,21 +144,13 @@ class Encoded(SomeRows):
                 rejected=rejected,
                 compiled_rows=high - low - len(rejected) - sum(reasons.values()),
                 reasons=reasons,
-                control_rows=int(control[low:high].sum()),
+                control_rows=0 if control is None else int(control[low:high].sum()),
                 transient=self.tokens.transient,
             )
             compared = self.compared[(self.compared >= low) & (self.compared < high)] - low
             invalid = {row - low: self.invalid[row] for row in rows if row in self.invalid} if self.invalid else {}
             some = replace(rendered, parts=(part,), prompts=rendered.prompts_of(low, high))
             yield Encoded((part,), tokens, some, self.sizes[:, low:high], compared, invalid)
-
-
-def _control(text: RenderedRows) -> Array:
-    """(n,) which rows have the text of a control token. Where only their number is known, the first ones: in all files
-    together, it is right."""
-    if text.with_control is not None:
-        return text.with_control
-    return np.arange(len(text)) < text.control_rows
 
 
 def joined(

@@ -106,12 +106,7 @@ class DeviceText(RenderedRows):
             counts = xp.concatenate([xp.diff(some.first) for some in answers])
             edges = (xp.concatenate([getattr(some, name) for some in answers]) for name in ("start", "end", "bits"))
             whole.answers = DeviceSpans(offsets_of(counts), *edges)
-        marks = [part.with_control for part in parts if part.with_control is not None]
-        whole.with_control = np.concatenate(marks) if len(marks) == len(parts) else None
-        rows = 0
-        for part in parts:
-            whole.add(part, rows)
-            rows += len(part)
+        whole.take_fates(parts)
         return whole
 
 

@@ -18,7 +18,7 @@ from gpuload.engines.host import few
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
-from gpuload.engines.host.sanitize import encode_marked
+from gpuload.engines.host.sanitize import encode_marked, rows_with_control_tokens
 from gpuload.engines.host.store import HostTokens
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized, TokenStore
 from gpuload.reference.reference import Reference
@@ -176,6 +176,12 @@ class HostEngine:
 
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ArrowPrompts)
+        text = self._render(prompts)
+        if text.with_control is None:
+            text.with_control = rows_with_control_tokens(prompts.column, self._reference.call.control)
+        return text
+
+    def _render(self, prompts: ArrowPrompts) -> HostText:
         if self.by_prompt:
             return render_rows(prompts.column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         if self._few:

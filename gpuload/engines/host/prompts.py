@@ -20,7 +20,7 @@ from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import from_rows, messages_of_users
 from gpuload.engines.host.render import AnswerSpans, HostText, render, render_conversations
-from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
+from gpuload.engines.host.sanitize import can_be_marked, reject_unplain
 from gpuload.engines.host.texts import HostTexts
 from gpuload.engines.protocol import add_seconds
 from gpuload.reference.reference import Reference, messages_of
@@ -122,8 +122,6 @@ def render_rows(
     text = pc.cast(as_arrow(texts, pa.large_binary()), pa.large_string())
     if reference.sanitizes and not with_ids:
         text = reject_unplain(text, reference.call.control, rejected)
-    control = reference.call.control
-    found = np.array([row not in rejected and control.found_in(each) for row, each in enumerate(values)], bool)
     return HostText(
         text=text,
         ids=ids,
@@ -132,8 +130,6 @@ def render_rows(
         # Without a template, rows are text, and transformers renders nothing.
         by_reference=dict.fromkeys(range(len(values)), why) if reference.uses_template else {},
         reason_seconds={why: time.perf_counter() - started} if reference.uses_template else {},
-        control_rows=int(found.sum()),
-        with_control=found,
     )
 
 
@@ -193,8 +189,7 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
             for row in range(len(text))
         ]
         text = as_arrow(rows, pa.large_string())
-    found = with_control_tokens(text, reference.call.control.texts)
-    return HostText(text=text, rejected=rejected, control_rows=int(found.sum()), with_control=found)
+    return HostText(text=text, rejected=rejected)
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:

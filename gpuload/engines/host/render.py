@@ -21,7 +21,7 @@ from gpuload.core.marks import LOSS, loss_bits
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
-from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
+from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds, joined_control
 from gpuload.template.program import Answer, ByReference
 
 if TYPE_CHECKING:
@@ -142,10 +142,8 @@ class MixedText(HostText):
             made.rejected.update((rows[at], why) for at, why in text.rejected.items())
             made.by_reference.update((rows[at], why) for at, why in text.by_reference.items())
             add_seconds(made.reason_seconds, text.reason_seconds)
-            made.control_rows += text.control_rows
-        if all(text.with_control is not None or not text.control_rows for text in texts):
-            found = [np.zeros(len(text), bool) if text.with_control is None else text.with_control for text in texts]
-            made.with_control = np.concatenate(found)[order]
+        found = joined_control(texts)
+        made.with_control = None if found is None else found[order]
         made.rejected, made.by_reference = (dict(sorted(each.items())) for each in (made.rejected, made.by_reference))
         return made
 
@@ -167,9 +165,9 @@ def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostTex
     if len(parts) == 1:
         return parts[0]
     whole = HostText(text=pa.concat_arrays([part.text for part in parts]))
+    whole.take_fates(parts)
     rows, answers = 0, []
     for part in parts:
-        whole.add(part, rows)
         if part.answers is not None:
             answers.append(part.answers._replace(rows=part.answers.rows + rows))
         rows += len(part)

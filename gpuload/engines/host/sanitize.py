@@ -6,6 +6,7 @@ columns: only texts that contain a control token are touched one by one, the oth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged
-from gpuload.core.arrow import as_arrow, as_numpy, as_scalar
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.engines.conversations import text_column
 from gpuload.engines.host.texts import Bools, HostTexts
 from gpuload.reference.control_tokens import END, START, ControlTokens
 from gpuload.reference.template_call import rejection
-from gpuload.sources.types import is_list, is_text
+from gpuload.sources.types import JSON_TYPE, is_list, is_text
 
 Encode = Callable[[pa.LargeStringArray], Ragged]
 
@@ -86,6 +87,48 @@ def with_control_tokens(texts: pa.Array, tokens: tuple[str, ...]) -> Bools:
     found = HostTexts().contains_any(text_column(texts.cast(pa.large_string())), tokens)
     if texts.null_count:
         found &= as_numpy(texts.is_valid())
+    return found
+
+
+def rows_with_control_tokens(column: pa.Array, control: ControlTokens) -> Bools:
+    """(n,) bool: true where a row of a column has the text of a control token, in a string however deep in it."""
+    kind = column.type
+    found = np.zeros(len(column), bool)
+    if not control.texts:
+        return found
+    if kind == JSON_TYPE:
+        return _json_with_control_tokens(column.storage, control)
+    if is_text(kind):
+        return with_control_tokens(column, control.texts)
+    if pa.types.is_struct(kind):
+        for field, values in zip(kind, column.flatten(), strict=True):
+            if field.name not in _NOT_MESSAGES:
+                found |= rows_with_control_tokens(values, control)
+    elif is_list(kind):
+        inside = offsets_of(rows_with_control_tokens(column.flatten(), control))  # without what a null list hides
+        ends = offsets_of(as_numpy(fill_null(pc.list_value_length(column), 0)))
+        found = inside[ends[1:]] > inside[ends[:-1]]
+    return found
+
+
+_NOT_MESSAGES = ("images", "problem")  # fields of rows with images, and of rows that nothing can be made of
+
+
+def _json_with_control_tokens(texts: pa.LargeStringArray, control: ControlTokens) -> Bools:
+    """Of texts in JSON (n,). Those that may have one are parsed: it can be in a key, and be written with escapes."""
+    from gpuload.sources.json_values import parse_json  # few loads need it
+
+    units = {unit for text in control.texts for unit in np.frombuffer(text.encode("utf-16-le"), np.uint16).tolist()}
+    escapes = "|".join(f"{unit:04x}" for unit in sorted(units))
+    found = as_numpy(fill_null(pc.match_substring_regex(texts, rf"\\(?:/|u(?i:{escapes}))"), False))
+    found = found | with_control_tokens(
+        texts, tuple(json.dumps(text, ensure_ascii=False)[1:-1] for text in control.texts)
+    )
+    for row in np.flatnonzero(found).tolist():
+        try:
+            found[row] = control.found_in(parse_json(texts[row].as_py()))
+        except (RecursionError, ValueError):  # its row is rejected
+            found[row] = False
     return found
 
 

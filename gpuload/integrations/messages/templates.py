@@ -19,6 +19,7 @@ from gpuload.core.options import check_template_kwargs, plain
 from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows, render_with_tools
 from gpuload.engines.host.render import HostText, MixedText
+from gpuload.engines.host.sanitize import rows_with_control_tokens
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
 
@@ -60,6 +61,12 @@ class Template:
 
     def render(self, pieces: pa.Array) -> HostText:
         """Renders a column of conversations (n,); with their ids, if those are not the ids of the text."""
+        text = self._render(pieces)
+        if text.with_control is None:
+            text.with_control = rows_with_control_tokens(pieces, self.reference.call.control)
+        return text
+
+    def _render(self, pieces: pa.Array) -> HostText:
         with self.reference.call.clock_stopped():
             if not self.reference.encodes_rendered_text:
                 return render_rows(pieces, self.reference, with_ids=True, why=BY_PROMPT)

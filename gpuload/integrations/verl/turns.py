@@ -185,4 +185,5 @@ def _replace(text: HostText, rows: RowNumbers, other: HostText) -> None:
             if place in others:
                 own[row] = others[place]
     add_seconds(text.reason_seconds, other.reason_seconds)
-    text.control_rows += other.control_rows
+    if text.with_control is not None and other.with_control is not None:
+        text.with_control[rows] = other.with_control

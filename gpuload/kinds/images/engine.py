@@ -16,9 +16,9 @@ from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText
-from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
+from gpuload.engines.protocol import ArrowPrompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
-from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_in
+from gpuload.kinds.images.prompts import JOINED_BYTES, read_prompts, sizes_in
 from gpuload.kinds.images.reference import ProcessorReference
 from gpuload.media.dry_run import NotUnderstoodError, Size, image_token_of
 from gpuload.media.rule import Expansion, ImageRule
@@ -144,8 +144,7 @@ class ImageEngine(HostEngine):
         return read_prompts(source, prompt_key, self._reference.images, self.spool, joined)
 
     @garbage_collection_paused()
-    def render(self, prompts: Prompts) -> HostText:
-        assert isinstance(prompts, ImagePrompts)
+    def _render(self, prompts: ArrowPrompts) -> HostText:
         if self.by_prompt:
             return render_rows(prompts.column, self._reference, self.program, with_ids=True, why=ROW_BY_ROW)
         rejected: dict[int, str] = {}

@@ -240,7 +240,9 @@ def _role(message: Any) -> Any:
 
 
 def _wrong_label(value: Any) -> str | None:
-    return None if value in (0, 1) and isinstance(value, (bool, int)) else f"label is {value!r:.40}, not true or false"
+    # Numbers of a column with nulls are floats in a dataframe of pandas.
+    right = isinstance(value, (bool, int, float)) and value in (0, 1)
+    return None if right else f"label is {value!r:.40}, not true or false"
 
 
 def _wrong_margin(value: Any) -> str | None:

@@ -32,7 +32,7 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, attempt, encodable, render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.texts import HostTexts
-from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
+from gpuload.engines.protocol import ArrowPrompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.column_rows import ColumnTurns
 from gpuload.kinds.served.columns import ColumnFinder
@@ -95,8 +95,8 @@ class ServedEngine(HostEngine):
     # -- rendering ---------------------------------------------------------------------------------------------------
 
     @garbage_collection_paused()
-    def render(self, prompts: Prompts) -> HostText:
-        column: pa.Array = prompts.column  # type: ignore[attr-defined]
+    def _render(self, prompts: ArrowPrompts) -> HostText:
+        column = prompts.column
         if self.by_prompt:
             return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         columns, rows = self._by_columns(column)

@@ -72,7 +72,8 @@ def _of_json(values: Sequence[Any]) -> tuple[RowNumbers, RowNumbers, pa.Array]:
     """Row, number of messages, and messages of each prompt."""
     lists = [value if isinstance(value, list) else [] for value in values]
     roles = [each.get("role") if isinstance(each, dict) else None for value in lists for each in value]
-    row, count = _prompts(np.array(list(map(len, lists)), np.int64), np.array([each == "assistant" for each in roles]))
+    ours = np.array([each == "assistant" for each in roles], bool)
+    row, count = _prompts(np.array(list(map(len, lists)), np.int64), ours)
     pairs = zip(row.tolist(), count.tolist(), strict=True)
     return row, count, as_json([values[k][:n] if isinstance(values[k], list) else values[k] for k, n in pairs])
 
