@@ -1,8 +1,11 @@
 """Every kind of tokenizer: what encodes it, what is passed over and why, and that the ids are its own."""
 
 import copy
+import gc
 import json
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +344,38 @@ def test_what_the_user_sets_in_the_tokenizer_meanwhile(
     assert found.tokens.to_lists() == again.tokens.to_lists() == expected
     assert not found.report.check.mismatches
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 2  # nor does a load change what the user has set
+
+
+SAID = [*user("a question"), {"role": "assistant", "content": "an answer"}]
+
+
+@pytest.mark.parametrize(
+    ("load", "row"),
+    [
+        (gpuload.load, {"prompt": user("a question")}),
+        (partial(gpuload.load, chat_template=None), {"prompt": "a text"}),
+        (gpuload.load_chats, {"messages": SAID}),
+        (gpuload.load_pairs, {"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:]}),
+    ],
+    ids=["prompts", "texts", "chats", "pairs"],
+)
+@pytest.mark.parametrize("encoder", ["words", "gigatoken"])
+def test_a_tokenizer_is_freed_with_its_dataset(
+    load: Any, row: Any, encoder: str, qwen_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a garbage collection, of which there are few: a tokenizer takes a hundred megabytes that Python does not
+    know of."""
+    if encoder == "gigatoken":
+        monkeypatch.setattr(host, "MOST_BY_WORDS", -1)
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    freed = weakref.ref(tokenizer)
+    gc.collect()
+    gc.disable()
+    try:
+        data = load(pa.Table.from_pylist([row] * 40), tokenizer)
+        assert encoder in data.report.engine.replace("each different word", "words")
+        next(iter(data.loader(batch_size=2)))
+        del data, tokenizer
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -277,9 +277,11 @@ class TemplateCall:
             "add_generation_prompt": self.add_generation_prompt,
         }
 
-    def strftime_now(self, format: str) -> str:
-        """Return this call's instant in `format`: the template's `strftime_now`."""
-        return self.instant.strftime(format)
+    @property
+    def strftime_now(self) -> Callable[[str], str]:
+        """The template's `strftime_now`: a format → this call's instant in it. It does not refer to the call: templates
+        are cycles of references, and would keep the tokenizer with them until the next garbage collection."""
+        return self.instant.strftime
 
     @contextmanager
     def clock_stopped(self) -> Iterator[Callable[[str], str] | None]:

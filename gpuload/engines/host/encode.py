@@ -22,6 +22,7 @@ than Unicode 14; for tokenizers that normalize, texts with 100 others, which tok
 import threading
 import unicodedata
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,7 +108,7 @@ def host_encoder(reference: Reference, nbytes: int | None = None, as_whole: bool
             continue
         wrong = [text for i, text in enumerate(texts) if found[i].tolist() != expected[i]]
         if not wrong:
-            encoder.encode, encoder.unused = _guarded(encoder, encoder.encode, by_itself), tuple(unused)
+            encoder.encode, encoder.unused = _guarded(encoder.name, encoder.encode, by_itself), tuple(unused)
             return encoder
         unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
@@ -123,15 +124,15 @@ def _makers(reference: Reference, nbytes: int | None) -> tuple[Callable[[Referen
     return (_gigatoken, *further, _words, _tokenizers)
 
 
-def _guarded(encoder: HostEncoder, fast: EncodeColumn, by_itself: HostEncoder) -> EncodeColumn:
-    """The encoder's function, which falls back to the tokenizer itself where the encoder panics."""
+def _guarded(name: str, fast: EncodeColumn, by_itself: HostEncoder) -> EncodeColumn:
+    """The function of an encoder, which falls back to the tokenizer itself where the encoder panics."""
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         try:
             return fast(text)
         except RuntimeError as error:
             slow = counted(len(text), "rows with the tokenizer itself, which is slow")
-            warnings.warn(f"gpuload: {encoder.name} {error}. Encoding {slow}", stacklevel=2)
+            warnings.warn(f"gpuload: {name} {error}. Encoding {slow}", stacklevel=2)
             return by_itself.encode(text)
 
     return encode
@@ -296,6 +297,8 @@ def _words_first(reference: Reference) -> HostEncoder:
     """Words, until too many of them were different: texts that do not repeat themselves are for the other encoders."""
     lock, seen = threading.Lock(), 0
     other: HostEncoder | None = None
+    # The encoder refers to the function: a cycle would keep the tokenizer until the next garbage collection.
+    encoder: Callable[[], HostEncoder | None]
 
     def instead(nbytes: int) -> EncodeColumn | None:
         nonlocal seen, other
@@ -305,12 +308,14 @@ def _words_first(reference: Reference) -> HostEncoder:
                 return None
             if other is None:
                 other = host_encoder(reference)
-                if other.name != words.name:
-                    words.name = f"{words.name}, then {other.name}"
-                words.unused, words.live = words.unused + other.unused, words.live and other.live
+                if (words := encoder()) is not None:
+                    if other.name != words.name:
+                        words.name = f"{words.name}, then {other.name}"
+                    words.unused, words.live = words.unused + other.unused, words.live and other.live
             return other.encode
 
     words = _words(reference, instead)
+    encoder = weakref.ref(words)
     return words
 
 

@@ -330,7 +330,7 @@ def _state_of(reference: Reference) -> tuple[Any, ...] | None:
     if getattr(type(reference.tokenizer), "__eq__", None) is not vars(object)["__eq__"]:  # others may be equal to it
         return None
     state, backend = tokenizer_state(reference), reference.backend
-    if backend is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
+    if backend is None or state is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
         return None
     return state
 
