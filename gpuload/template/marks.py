@@ -7,7 +7,7 @@ as well, and between these parts the texts, in a form that templates print.
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ _BEGINNING = f"text {secrets.token_hex(8)}"
 _MARK = re.compile(f"({_BEGINNING}[0-9a-f]{{6}})")
 
 
+_Place = tuple[str, bool]  # of a text: a field of a message, and whether that has tool calls
+
+
 class UnknownAnswersError(OwnReasonError):
     """The answers of a conversation are unknown; the message says why."""
 
@@ -40,13 +43,17 @@ class _Marks:
     """One conversation with marks."""
 
     only_contents: bool
+    empty: Collection[_Place] | None  # where empty texts have marks as well; None for everywhere
     texts: dict[str, tuple[int, str]] = field(default_factory=dict)  # mark → number of its message, and its text
     names: set[str] = field(default_factory=set)  # marks of functions' names, which templates may print again
     others: list[str] = field(default_factory=list)  # text that has no mark, and that the template may print
+    empty_places: dict[_Place, None] = field(default_factory=dict)
+    _place: _Place = ("", False)
 
     def message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         marked = {}
         for name, value in message.items():
+            self._place = name, any(map(message.get, CALLS))
             if name == "content":
                 marked[name] = self._content(number, value)
             elif name in CALLS and not self.only_contents:
@@ -61,15 +68,19 @@ class _Marks:
 
     def _mark(self, number: int, text: str) -> str:
         if not text:
-            return text
+            self.empty_places[self._place] = None
+            if self.empty is not None and self._place not in self.empty:
+                return text
         mark = f"{_BEGINNING}{len(self.texts):06x}"
         self.texts[mark] = number, text
         return mark
 
     def _content(self, number: int, content: Any) -> Any:
         if isinstance(content, str):
-            parts = _THINK.split(content)
-            return "".join(part if k % 2 else self._mark(number, part) for k, part in enumerate(parts))
+            parts = _THINK.split(content) if content else [content]
+            return "".join(
+                part if k % 2 or content != part == "" else self._mark(number, part) for k, part in enumerate(parts)
+            )
         if isinstance(content, list):
             return [self._content(number, part) for part in content]
         if isinstance(content, dict) and "text" in content:
@@ -145,18 +156,44 @@ def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Pat
     literal; and texts of the conversation that may be within literals. An `UnknownAnswersError` if it is made of
     something else."""
     try:
-        return _aligned(render, messages, text, _Marks(only_contents=False))
+        return _with_marks(render, messages, text, only_contents=False)
     except Exception:  # the template may look into other fields, and raise any error
         fields = {name for message in messages for name, value in message.items() if value}
         if fields <= {"role", "content"} or fields & set(CALLS):
             raise
-        return _aligned(render, messages, text, _Marks(only_contents=True))
+        return _with_marks(render, messages, text, only_contents=True)
 
 
-def _aligned(
-    render: Render, messages: Sequence[Any], text: str, marks: _Marks
+def _with_marks(
+    render: Render, messages: Sequence[Any], text: str, only_contents: bool
 ) -> tuple[Path, dict[Ref, str], list[str]]:
-    rendered = render([marks.message(k, message) for k, message in enumerate(messages)])
+    """With marks also for empty texts that the template prints whether they are empty or not."""
+
+    def with_marks_for(empty: Collection[_Place] | None) -> tuple[Path, dict[Ref, str], list[str]]:
+        marks = _Marks(only_contents, empty)
+        return _aligned(render([marks.message(k, message) for k, message in enumerate(messages)]), text, marks)
+
+    places, kept = _empty_places(messages, only_contents), set[_Place]()
+    for tried in (None, *places) if len(places) > 1 else (None,) * len(places):
+        try:
+            found = with_marks_for(None if tried is None else {*kept, tried})
+        except Exception:  # most templates ask whether some texts are empty
+            continue
+        if tried is None:
+            return found
+        kept.add(tried)
+    return with_marks_for(kept)
+
+
+def _empty_places(messages: Sequence[Any], only_contents: bool) -> list[_Place]:
+    """Where some messages have empty texts."""
+    marks = _Marks(only_contents, None)
+    for number, message in enumerate(messages):
+        marks.message(number, message)
+    return list(marks.empty_places)
+
+
+def _aligned(rendered: str, text: str, marks: _Marks) -> tuple[Path, dict[Ref, str], list[str]]:
     found = marks.texts
     parts = _MARK.split(rendered)
     segments: list[Segment] = []
