@@ -39,6 +39,7 @@ import copy
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ from gpuload.reference.mask_rules import mask_rules
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.reference.template_source import blocks_of_a_message
 from gpuload.template.loss_marks import OTHERS, mark_problem, shape_problem, spans_of_last, spans_with_loss, weights_of
-from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
+from gpuload.template.marks import CALLS, Render, UnknownAnswersError, has_empty, taken_apart
 from gpuload.template.program import Answer, ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
 
@@ -308,11 +309,18 @@ class Answers:
             spans = self._blocks(messages, text) if blocks is None else blocks
             if every:
                 return list(spans)
-        path, texts, others = (*parts, []) if parts else taken_apart(render or self._call.render, messages, text)
+        render = render or self._call.render
+        path, texts, others = (*parts, []) if parts else taken_apart(render, messages, text)
         roles = [message.get("role") for message in messages]
         if turns is not None:
             calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}
-            path = with_answers(path, roles, turns, calling)
+            marked: Path | None = None
+            with suppress(*[UnknownAnswersError] * any(map(has_empty, messages))):
+                marked = with_answers(path, roles, turns, calling)
+            if marked is None or _hides_turns(path, roles, messages, turns):
+                path, texts, others = taken_apart(render, messages, text, empty=True)
+                marked = with_answers(path, roles, turns, calling)
+            path = marked
             _check_others(others, turns)
         places = [0, *itertools.accumulate(len(s) if isinstance(s, str) else len(texts[s]) for s in path.segments)]
         if turns is not None:
@@ -351,6 +359,19 @@ class Answers:
     def in_bytes(self, messages: Sequence[Any], text: str, **known: Any) -> list[Answer]:
         """As `of_text`, in bytes."""
         return spans_in_bytes(text, self.of_text(messages, text, **known))
+
+
+def _hides_turns(path: Path, roles: Sequence[Any], messages: Sequence[Any], turns: Turns) -> bool:
+    """Whether answers may begin or end at empty texts, which are not in the path: in a message that has no
+    other text, or where there is not one header for each message."""
+    answers = [number for number, role in enumerate(roles) if turns.is_answer(role)]
+    empty = {number for number in answers if has_empty(messages[number])}
+    if not empty:
+        return False
+    shown = {segment.message for segment in path.segments if isinstance(segment, Ref)}
+    headers = turns.headers_near({str(role) for role in roles})
+    begun = sum(len(headers.findall(segment)) for segment in path.segments if isinstance(segment, str))
+    return begun != len(answers) or not empty <= shown
 
 
 def spans_in_bytes(text: str, spans: Sequence[Answer]) -> list[Answer]:

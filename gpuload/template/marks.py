@@ -151,29 +151,34 @@ Render = Callable[[list[Any]], str]
 """Renders a conversation."""
 
 
-def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
-    """What the text of a conversation is made of, which `render` has made of it: segments; the text of each that is no
-    literal; and texts of the conversation that may be within literals. An `UnknownAnswersError` if it is made of
-    something else."""
+Parts = tuple[Path, dict[Ref, str], list[str]]
+"""What the text of a conversation is made of: segments; the text of each that is no literal; and texts of the
+conversation that may be within literals."""
+
+
+def taken_apart(render: Render, messages: Sequence[Any], text: str, empty: bool = False) -> Parts:
+    """What the text of a conversation is made of, which `render` has made of it; an `UnknownAnswersError` if that is
+    something else.
+
+    With `empty`, texts that are empty are segments as well, where the template prints them whether they are or not: to
+    find that takes several times as long.
+    """
     try:
-        return _with_marks(render, messages, text, only_contents=False)
+        return _with_marks(render, messages, text, False, empty)
     except Exception:  # the template may look into other fields, and raise any error
         fields = {name for message in messages for name, value in message.items() if value}
         if fields <= {"role", "content"} or fields & set(CALLS):
             raise
-        return _with_marks(render, messages, text, only_contents=True)
+        return _with_marks(render, messages, text, True, empty)
 
 
-def _with_marks(
-    render: Render, messages: Sequence[Any], text: str, only_contents: bool
-) -> tuple[Path, dict[Ref, str], list[str]]:
-    """With marks also for empty texts that the template prints whether they are empty or not."""
-
-    def with_marks_for(empty: Collection[_Place] | None) -> tuple[Path, dict[Ref, str], list[str]]:
-        marks = _Marks(only_contents, empty)
+def _with_marks(render: Render, messages: Sequence[Any], text: str, only_contents: bool, empty: bool) -> Parts:
+    def with_marks_for(places: Collection[_Place] | None) -> Parts:
+        marks = _Marks(only_contents, places)
         return _aligned(render([marks.message(k, message) for k, message in enumerate(messages)]), text, marks)
 
-    places, kept = _empty_places(messages, only_contents), set[_Place]()
+    kept: set[_Place] = set()
+    places = _empty_places(messages, only_contents) if empty else []
     for tried in (None, *places) if len(places) > 1 else (None,) * len(places):
         try:
             found = with_marks_for(None if tried is None else {*kept, tried})
@@ -185,6 +190,13 @@ def _with_marks(
     return with_marks_for(kept)
 
 
+def has_empty(message: Mapping[str, Any]) -> bool:
+    """Whether a field of a message is an empty text, or a part of its content."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return "" in message.values() or any(isinstance(part, dict) and part.get("text") == "" for part in parts)
+
+
 def _empty_places(messages: Sequence[Any], only_contents: bool) -> list[_Place]:
     """Where some messages have empty texts."""
     marks = _Marks(only_contents, None)
@@ -193,7 +205,7 @@ def _empty_places(messages: Sequence[Any], only_contents: bool) -> list[_Place]:
     return list(marks.empty_places)
 
 
-def _aligned(rendered: str, text: str, marks: _Marks) -> tuple[Path, dict[Ref, str], list[str]]:
+def _aligned(rendered: str, text: str, marks: _Marks) -> Parts:
     found = marks.texts
     parts = _MARK.split(rendered)
     segments: list[Segment] = []

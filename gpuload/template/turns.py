@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -183,6 +183,11 @@ class Turns:
         if role not in self._around:
             self._around[role] = self._learned(role)
         return self._around[role]
+
+    def headers_near(self, roles: Collection[str]) -> re.Pattern[str]:
+        """Finds the literals with which answers begin next to messages of some roles."""
+        headers = {self.header, *(header for role in roles for header in self.around(role).headers)}
+        return re.compile("|".join(map(re.escape, sorted(headers, key=len, reverse=True))))
 
     def _learned(self, role: str) -> Around:
         headers: dict[str, None] = {}
