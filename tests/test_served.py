@@ -185,7 +185,7 @@ def test_the_text_of_an_answer_does_not_stop_it(qwen: Any) -> None:
 def test_an_answer_that_merges_with_the_prompt(qwen: Any) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\na"}]
     data = load(qwen, [messages])
-    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     answer = qwen("\n\na<|im_end|>", add_special_tokens=False)["input_ids"]
     assert data[0]["input_ids"] == prompt + answer
     assert data[0]["labels"] == [-100] * len(prompt) + answer
@@ -492,7 +492,9 @@ def test_prompts_of_all_turns(qwen: Any, as_json: bool, tmp_path: Path) -> None:
     prompts = gpuload.load(data, qwen, turns="served", **options)
 
     def ids_of(prompt: Any) -> Any:
-        return qwen.apply_chat_template(prompt, add_generation_prompt=True, chat_template=STRIPPING)["input_ids"]
+        return qwen.apply_chat_template(prompt, add_generation_prompt=True, chat_template=STRIPPING, return_dict=True)[
+            "input_ids"
+        ]
 
     expected = [
         (k, number, ids_of(row[:number]))

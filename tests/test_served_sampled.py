@@ -52,7 +52,9 @@ def test_sampled_ids_are_learned_and_are_in_later_prompts_if_asked_for(qwen: Any
     messages = conversation(qwen, "forty two", "certainly")
     first, second = messages[1]["token_ids"], messages[3]["token_ids"]
     plain = [{key: m[key] for key in ("role", "content")} for m in messages]
-    prompts = [qwen.apply_chat_template(plain[:k], add_generation_prompt=True)["input_ids"] for k in (1, 3)]
+    prompts = [
+        qwen.apply_chat_template(plain[:k], add_generation_prompt=True, return_dict=True)["input_ids"] for k in (1, 3)
+    ]
 
     rendered = made(qwen, [messages] * 9, as_json)
     assert [row["input_ids"] for row in rendered[:2]] == [prompts[0] + first, prompts[1] + second]
@@ -103,7 +105,9 @@ def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, hi
         for at, message in enumerate(messages):
             if message["role"] == "assistant":
                 if draw.random() < 0.2:
-                    prompt = qwen.apply_chat_template(messages[:at], add_generation_prompt=True)["input_ids"]
+                    prompt = qwen.apply_chat_template(messages[:at], add_generation_prompt=True, return_dict=True)[
+                        "input_ids"
+                    ]
                     message["prompt_token_ids"] = draw.choice((prompt, prompt, prompt[1:]))
                 if draw.random() >= given:
                     continue
@@ -222,7 +226,9 @@ def test_history_that_the_template_rewrites_is_tokenized_again(qwen: Any) -> Non
     data = made(qwen, [messages], history="sampled", chat_template=STRIPPING)
     assert [learned(row) for row in data[:]] == [messages[1]["token_ids"], messages[3]["token_ids"]]
     plain = [{key: m[key] for key in ("role", "content")} for m in messages]
-    prompt = qwen.apply_chat_template(plain[:3], add_generation_prompt=True, chat_template=STRIPPING)["input_ids"]
+    prompt = qwen.apply_chat_template(plain[:3], add_generation_prompt=True, chat_template=STRIPPING, return_dict=True)[
+        "input_ids"
+    ]
     assert data[1]["input_ids"][: len(prompt)] == prompt
     assert data.report.counts["prompts in which the template rewrites answers with token_ids: ids of their text"] == 1
 
@@ -285,7 +291,7 @@ def test_turns_of_sharegpt_data(qwen: Any) -> None:
 
 def test_the_prompt_must_be_the_one_that_was_sampled_behind(qwen: Any) -> None:
     messages = conversation(qwen, "forty two", "certainly")
-    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     messages[1]["prompt_token_ids"] = prompt
     assert len(made(qwen, [messages])) == 2
     messages[1]["prompt_token_ids"] = prompt[:-1]

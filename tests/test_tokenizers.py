@@ -339,7 +339,8 @@ def test_what_the_user_sets_in_the_tokenizer_meanwhile(
     tokenizer(["a b c d e", "b"], padding=True, truncation=True, max_length=2)
     again = gpuload.load(table, tokenizer, **given)
     expected = [
-        own.apply_chat_template(row, add_generation_prompt=True)["input_ids"] for row in table["prompt"].to_pylist()
+        own.apply_chat_template(row, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for row in table["prompt"].to_pylist()
     ]
     assert found.tokens.to_lists() == again.tokens.to_lists() == expected
     assert not found.report.check.mismatches
