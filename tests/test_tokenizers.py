@@ -364,8 +364,8 @@ SAID = [*user("a question"), {"role": "assistant", "content": "an answer"}]
 def test_a_tokenizer_is_freed_with_its_dataset(
     load: Any, row: Any, encoder: str, qwen_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a garbage collection, of which there are few: a tokenizer takes a hundred megabytes that Python does not
-    know of."""
+    """Without a garbage collection, of which there are few: most of a tokenizer's memory is none that Python knows
+    of."""
     if encoder == "gigatoken":
         monkeypatch.setattr(host, "MOST_BY_WORDS", -1)
     tokenizer = AutoTokenizer.from_pretrained(qwen_folder)

@@ -39,7 +39,6 @@ import copy
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -315,8 +314,11 @@ class Answers:
         if turns is not None:
             calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}
             marked: Path | None = None
-            with suppress(*[UnknownAnswersError] * any(map(has_empty, messages))):
+            try:
                 marked = with_answers(path, roles, turns, calling)
+            except UnknownAnswersError:
+                if not any(map(has_empty, messages)):
+                    raise
             if marked is None or _hides_turns(path, roles, messages, turns):
                 path, texts, others = taken_apart(render, messages, text, empty=True)
                 marked = with_answers(path, roles, turns, calling)
@@ -362,8 +364,8 @@ class Answers:
 
 
 def _hides_turns(path: Path, roles: Sequence[Any], messages: Sequence[Any], turns: Turns) -> bool:
-    """Whether answers may begin or end at empty texts, which are not in the path: in a message that has no
-    other text, or where there is not one header for each message."""
+    """Whether answers may begin or end at empty texts, which are not in the path: in a message that has no other text,
+    or where there is not one header for each message."""
     answers = [number for number, role in enumerate(roles) if turns.is_answer(role)]
     empty = {number for number in answers if has_empty(messages[number])}
     if not empty:

@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,17 +44,17 @@ class _Marks:
     """One conversation with marks."""
 
     only_contents: bool
-    empty: Collection[_Place] | None  # where empty texts have marks as well; None for everywhere
+    empty: Collection[_Place] = ()  # where empty texts have marks as well
     texts: dict[str, tuple[int, str]] = field(default_factory=dict)  # mark → number of its message, and its text
     names: set[str] = field(default_factory=set)  # marks of functions' names, which templates may print again
     others: list[str] = field(default_factory=list)  # text that has no mark, and that the template may print
-    empty_places: dict[_Place, None] = field(default_factory=dict)
-    _place: _Place = ("", False)
+    empty_places: dict[_Place, None] = field(default_factory=dict)  # where there are empty texts
+    _place: _Place = ("", False)  # of the texts that are given marks now
 
     def message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
-        marked = {}
+        marked, calls = {}, any(map(message.get, CALLS))
         for name, value in message.items():
-            self._place = name, any(map(message.get, CALLS))
+            self._place = name, calls
             if name == "content":
                 marked[name] = self._content(number, value)
             elif name in CALLS and not self.only_contents:
@@ -69,7 +70,7 @@ class _Marks:
     def _mark(self, number: int, text: str) -> str:
         if not text:
             self.empty_places[self._place] = None
-            if self.empty is not None and self._place not in self.empty:
+            if self._place not in self.empty:
                 return text
         mark = f"{_BEGINNING}{len(self.texts):06x}"
         self.texts[mark] = number, text
@@ -77,10 +78,10 @@ class _Marks:
 
     def _content(self, number: int, content: Any) -> Any:
         if isinstance(content, str):
-            parts = _THINK.split(content) if content else [content]
-            return "".join(
-                part if k % 2 or content != part == "" else self._mark(number, part) for k, part in enumerate(parts)
-            )
+            if not content:
+                return self._mark(number, content)
+            parts = _THINK.split(content)  # what is empty between tags is no text of its own
+            return "".join(self._mark(number, part) if part and k % 2 == 0 else part for k, part in enumerate(parts))
         if isinstance(content, list):
             return [self._content(number, part) for part in content]
         if isinstance(content, dict) and "text" in content:
@@ -173,20 +174,19 @@ def taken_apart(render: Render, messages: Sequence[Any], text: str, empty: bool 
 
 
 def _with_marks(render: Render, messages: Sequence[Any], text: str, only_contents: bool, empty: bool) -> Parts:
-    def with_marks_for(places: Collection[_Place] | None) -> Parts:
+    def with_marks_for(places: Collection[_Place]) -> Parts:
         marks = _Marks(only_contents, places)
         return _aligned(render([marks.message(k, message) for k, message in enumerate(messages)]), text, marks)
 
-    kept: set[_Place] = set()
     places = _empty_places(messages, only_contents) if empty else []
-    for tried in (None, *places) if len(places) > 1 else (None,) * len(places):
-        try:
-            found = with_marks_for(None if tried is None else {*kept, tried})
-        except Exception:  # most templates ask whether some texts are empty
-            continue
-        if tried is None:
-            return found
-        kept.add(tried)
+    if places:
+        with suppress(Exception):  # most templates ask whether some texts are empty
+            return with_marks_for(places)
+    kept: list[_Place] = []
+    for place in places if len(places) > 1 else ():
+        with suppress(Exception):  # likewise
+            with_marks_for([*kept, place])
+            kept.append(place)
     return with_marks_for(kept)
 
 
@@ -199,7 +199,7 @@ def has_empty(message: Mapping[str, Any]) -> bool:
 
 def _empty_places(messages: Sequence[Any], only_contents: bool) -> list[_Place]:
     """Where some messages have empty texts."""
-    marks = _Marks(only_contents, None)
+    marks = _Marks(only_contents)
     for number, message in enumerate(messages):
         marks.message(number, message)
     return list(marks.empty_places)
