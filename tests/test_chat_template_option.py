@@ -1,8 +1,9 @@
 """The option `chat_template`: names, texts and files of templates; and what the report says of each."""
 
 import warnings
+from collections import OrderedDict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import pyarrow as pa
@@ -19,6 +20,11 @@ from gpuload.template.probe import WHITE_SPACE
 
 TABLE = pa.table({"prompt": [user("Hello"), user("there")]})
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+class Text(NamedTuple):
+    first: str
+    second: str
 
 
 def load(tokenizer: Any, **options: Any) -> gpuload.PromptDataset:
@@ -116,6 +122,24 @@ def test_a_template_that_cannot_be_compiled_is_not_called_compiled(qwen: Any) ->
     prompts = load(qwen, apply_chat_template_kwargs={"function": len})
     assert "template compiled" not in prompts.report.engine
     assert "chat template rendered by transformers, row by row" in prompts.report.engine
+
+
+@pytest.mark.parametrize(
+    "given",
+    [range(3), (1, (2, 3)), OrderedDict(a=[1]), deque([1, 2]), Text("a", "b"), {"a": {"b": [None, True]}}],
+    ids=lambda given: type(given).__name__,
+)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_an_argument_is_printed_as_transformers_prints_it(qwen: Any, given: Any, rows: int) -> None:
+    template = "{{ given }}|{% for message in messages %}{{ message.content }}{% endfor %}"
+    data = pa.table({"prompt": [[{"role": "user", "content": f"Question {row}"}] for row in range(rows)]})
+    arguments = {"chat_template": template, "apply_chat_template_kwargs": {"given": given}}
+    prompts = gpuload.load(data, qwen, **arguments, return_full_prompt=True, verify="off")
+    expected = [
+        qwen.apply_chat_template(messages, chat_template=template, given=given, tokenize=False)
+        for messages in data["prompt"].to_pylist()
+    ]
+    assert [prompts[row]["full_prompts"] for row in range(rows)] == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -291,10 +292,15 @@ def nearest(name: str, known: set[str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Converts mappings and sequences of a configuration library (OmegaConf and others) to dicts and lists."""
+    """Converts mappings and sequences of a configuration library (OmegaConf and others) to dicts and lists. What Python
+    has itself stays as it is: templates print a tuple, a range and an ordered dict in other ways than a list and a
+    dict."""
+    if type(value) is tuple:
+        return tuple(plain(item) for item in value)
+    if type(value) not in (dict, list) and type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return value
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        items = [plain(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items  # templates print tuples in another way
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple):
+        return [plain(item) for item in value]
     return value
