@@ -12,7 +12,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gpuload._moved import MOVED, OldModules
 from gpuload._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-sys.meta_path.insert(0, OldModules())  # first: files of an earlier version may have remained
 
 
 def __getattr__(name: str) -> Any:
@@ -80,8 +78,6 @@ def __getattr__(name: str) -> Any:
 
         with garbage_collection_paused():  # with torch and transformers imported, one takes longer than these modules
             return getattr(importlib.import_module(_HOMES[name]), name)
-    if (module := f"{__name__}.{name}") in MOVED:
-        return importlib.import_module(module)
     raise AttributeError(f"module 'gpuload' has no attribute {name!r}")
 
 

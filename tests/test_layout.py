@@ -7,7 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import gpuload
-from gpuload._moved import MOVED
 
 PACKAGE = Path(gpuload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -28,7 +27,7 @@ FLOORS = [
     {"cli"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ROOT = {"__init__", "__main__", "_moved", "_version", "export"}
+ROOT = {"__init__", "__main__", "_version", "export"}
 
 
 def module_of(file: Path) -> str:
@@ -88,11 +87,6 @@ def test_engines_of_a_machine_do_not_import_the_other() -> None:
         if name.startswith("gpuload.engines.host.") and other.startswith("gpuload.engines.device")
     ]  # fmt: skip
     assert wrong == []
-
-
-def test_modules_have_one_way_to_their_old_names() -> None:
-    assert {new for new in MOVED.values() if new not in IMPORTS} == set()
-    assert {old for old in MOVED if old in IMPORTS} == set()
 
 
 def test_host_and_device_have_the_same_modules() -> None:
