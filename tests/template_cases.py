@@ -12,7 +12,8 @@ from tiers import SHARED, core, shared_tokenizers, with_shared
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gpuload.reference.template_call import rejection
+from gpuload.reference.template_call import TemplateCall, rejection
+from gpuload.template.compiler import ChatProgram
 
 # Contents of messages that templates treat in special ways, or that could break a compiler.
 TEXTS = (
@@ -38,6 +39,11 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer that has special tokens only."""
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def compile(tokenizer: Any, *, chat_template: str | None = None, **arguments: Any) -> ChatProgram:
+    """Return a program for this template, or for the tokenizer's own; `arguments` are further ones of its calls."""
+    return ChatProgram(TemplateCall(tokenizer, chat_template, **arguments))
 
 
 def templates() -> dict[str, tuple[Any, str]]:

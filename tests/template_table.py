@@ -12,9 +12,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-from template_cases import TEMPLATES
+from template_cases import TEMPLATES, compile
 
-from gpuload.template import compile
 from gpuload.template.program import TEXT, ByReference, Rejected, Shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "templates.md"

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from simulator.host_kernels import COMPILER, HostKernels
-from template_cases import column, conversations, small_tokenizer
+from template_cases import column, compile, conversations, small_tokenizer
 
 from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.engines.device import cudf
@@ -22,7 +22,6 @@ from gpuload.engines.device.render import render
 from gpuload.engines.host.render import render as on_host
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.reference.reference import Reference
-from gpuload.template import compile
 
 plc = pytest.importorskip("pylibcudf")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from simulator.host_kernels import COMPILER, HostKernels
-from template_cases import EVERY, TEMPLATES, TEXTS, column, conversations, small_tokenizer
+from template_cases import EVERY, TEMPLATES, TEXTS, column, compile, conversations, small_tokenizer
 from template_cases import assert_same as reference_gives
 from tiers import name_of, shared_files, with_shared
 
@@ -17,7 +17,7 @@ from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.render import render as on_host
-from gpuload.template import ChatProgram, compile
+from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Operation, Path, Ref
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

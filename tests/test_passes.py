@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from template_cases import assert_same, column, small_tokenizer
+from template_cases import assert_same, column, compile, small_tokenizer
 from test_template_automaton import TEMPLATES, TEXTS
 from test_template_random import CONTENTS, MACROS, grown
 from tiers import SHARED, core, shared, shared_tokenizers, with_shared
@@ -18,7 +18,6 @@ from gpuload.engines.host.prompts import render_messages
 from gpuload.engines.host.render import render
 from gpuload.engines.walk import Printed
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template import compile
 from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.automaton.rows import RowRenderer, _pairs
 from gpuload.template.compiler import ChatProgram

@@ -4,11 +4,22 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from template_cases import EVERY, TEMPLATES, TEN, TEXTS, assert_same, column, conversations, reference, small_tokenizer
+from template_cases import (
+    EVERY,
+    TEMPLATES,
+    TEN,
+    TEXTS,
+    assert_same,
+    column,
+    compile,
+    conversations,
+    reference,
+    small_tokenizer,
+)
 from tiers import examples, shared, shared_files
 
 from gpuload.engines.host.render import render
-from gpuload.template import ChatProgram, compile
+from gpuload.template.compiler import ChatProgram
 
 SHARED_TEMPLATES = [
     "qwen2.5-instruct",

@@ -5,14 +5,14 @@ import time
 from typing import Any
 
 import pytest
-from template_cases import column, small_tokenizer
+from template_cases import column, compile, small_tokenizer
 
 from gpuload.engines.host.render import render
 from gpuload.reference import deadline
 from gpuload.reference.deadline import Deadline, EndlessError
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import rejection
-from gpuload.template import compile, trace
+from gpuload.template import trace
 from gpuload.template.bounds import call_size, deep_size, filter_size, operator_size
 
 ROWS = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "yy"}]]

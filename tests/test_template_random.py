@@ -3,10 +3,9 @@
 import random
 
 import pytest
-from template_cases import TEXTS, assert_same, column, small_tokenizer
+from template_cases import TEXTS, assert_same, column, compile, small_tokenizer
 
 from gpuload.engines.host.render import render
-from gpuload.template import compile
 from gpuload.template.probe import Prober
 from gpuload.template.program import ByReference, Path
 

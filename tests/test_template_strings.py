@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
+from template_cases import TEXTS, assert_same, column, compile, conversations, small_tokenizer
 from tiers import examples
 
 from gpuload.engines.conversations import text_column
@@ -15,7 +15,6 @@ from gpuload.engines.host import render as rendering
 from gpuload.engines.host.render import render
 from gpuload.engines.host.texts import HostTexts, gather
 from gpuload.engines.protocol import TextColumn
-from gpuload.template import compile
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
 

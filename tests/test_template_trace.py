@@ -6,10 +6,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
+from template_cases import TEXTS, assert_same, column, compile, conversations, small_tokenizer
 
 from gpuload.engines.host.render import render
-from gpuload.template import compile, compiler, trace
+from gpuload.template import compiler, trace
 from gpuload.template.program import TEXT, ByReference, Path, Rejected
 from gpuload.template.rope import Rope
 

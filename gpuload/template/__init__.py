@@ -1,8 +1,8 @@
 """The chat template compiler.
 
-    program = gpuload.template.compile(tokenizer)
+    program = ChatProgram(TemplateCall(tokenizer))
 
-The result renders whole columns of conversations. Every prompt equals, byte for byte, what
+It renders whole columns of conversations. Every prompt equals, byte for byte, what
 `tokenizer.apply_chat_template(messages, tokenize=False)` returns. The modules, in the order of the work:
 
     trace.py      renders the template once with symbolic texts and records what it does with them
@@ -15,14 +15,3 @@ The result renders whole columns of conversations. Every prompt equals, byte for
 
 This package does not run programs on columns. The engines do: `gpuload.engines.host.render.render(program, prompts)`.
 """
-
-from typing import TYPE_CHECKING
-
-from gpuload.core.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from gpuload.template.compiler import ChatProgram, compile
-
-__all__ = ["ChatProgram", "compile"]
-
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, ".compiler"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuload.reference.template_call import TemplateCall
@@ -171,31 +171,3 @@ def known_program(call: TemplateCall) -> ChatProgram:
     program = copy.copy(known)
     program.call, program.leaves, program._rows = call, 0, {}
     return program
-
-
-def compile(
-    tokenizer: Any,
-    *,
-    chat_template: str | None = "default",
-    tools: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-) -> ChatProgram:
-    """Compile a tokenizer's chat template.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        chat_template: the text of a template, or the name of one of the tokenizer's templates; `"default"` lets
-            transformers choose.
-        tools: the tools of every conversation, as `apply_chat_template` takes them.
-        kwargs: further arguments of `apply_chat_template`, such as `enable_thinking` or `documents`.
-        add_generation_prompt: end every prompt with the start of an answer.
-
-    Returns:
-        A program without trees; its `not_compilable` says why, if nothing can be compiled.
-
-    Raises:
-        TypeError: `kwargs` contains an argument that has its own parameter here.
-    """
-    template = None if chat_template == "default" else chat_template
-    return ChatProgram(TemplateCall(tokenizer, template, tools, dict(kwargs or {}), add_generation_prompt))

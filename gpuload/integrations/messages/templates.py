@@ -21,7 +21,7 @@ from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows, 
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.host.sanitize import rows_with_control_tokens
 from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram
+from gpuload.template.compiler import ChatProgram
 
 COMPILE_MIN_ROWS = 16
 """Fewer pieces with the same arguments are rendered by transformers: compiling the template costs more."""
