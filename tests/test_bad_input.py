@@ -275,6 +275,23 @@ def test_two_columns_of_one_name(write: Callable[..., str], qwen: Any, tmp_path:
                 gpuload.load(data, qwen)
 
 
+@pytest.mark.parametrize("twice", ["i", "messages", "rejected", "tools"])
+def test_two_columns_of_one_name_in_data_to_train_on(twice: str, qwen: Any, write: Callable[..., str]) -> None:
+    answer = [{"role": "assistant", "content": "a"}]
+    for load, columns in (
+        (gpuload.load_chats, {"messages": [[*user("q"), *answer]]}),
+        (gpuload.load_pairs, {"prompt": [user("q")], "chosen": [answer], "rejected": [answer]}),
+    ):
+        table = pa.table({**columns, "tools": ["[]"], "i": [1]})
+        if twice not in table.schema.names:
+            continue
+        table = table.append_column(twice, table[twice])
+        pq.write_table(table, file := write(columns))
+        for data in (file, table):
+            with pytest.raises(DataError, match=f"two columns have the name '{twice}': rename one of them"):
+                load(data, qwen)
+
+
 @pytest.mark.parametrize("as_file", [True, False])
 def test_views_are_read_as_plain_strings(as_file: bool, qwen: Any, tmp_path: Path) -> None:
     texts = ["a", "b" * 30, "c"]

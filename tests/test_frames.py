@@ -189,6 +189,31 @@ def test_frames_that_cannot_be_read(qwen: Any, frame: Any, message: str) -> None
         gpuload.load(frame, qwen)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (RuntimeError("read already"), "read already"),
+        (ValueError("boom"), "boom"),
+        (pa.chunked_array([[1, 2]]), ""),
+        (pa.chunked_array([[1, 2]]).__arrow_c_stream__(), ""),
+        (None, ""),
+    ],
+    ids=["once", "fails", "no capsule", "no columns", "nothing"],
+)
+def test_streams_without_a_table(qwen: Any, given: Any, message: str) -> None:
+    class Stream:
+        def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+    expected = (
+        f"files is of type Stream, and its __arrow_c_stream__ gives no table .*{message}.*: pass it as a pyarrow.Table"
+    )
+    with pytest.raises(SourceError, match=expected):
+        gpuload.load(Stream(), qwen)
+
+
 def test_rows_of_a_stream(qwen: Any) -> None:
     """What the message says."""
     found = gpuload.load(datasets.Dataset.from_list(list(STREAM)), qwen)

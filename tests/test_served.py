@@ -151,7 +151,10 @@ def test_without_reasoning_the_prompt_is_that_without_thinking(qwen: Any) -> Non
         load(qwen, [messages], chat_template=no_switch)
 
 
-@pytest.mark.parametrize("text", ["<think>", "It opens a <think> block.", "<think>\nIt was cut"])
+ABOUT_THINKING = ("<think>", "It opens a <think> block.", "<think>\nIt was cut", "It is <think>\n\n</think> then.")
+
+
+@pytest.mark.parametrize("text", ABOUT_THINKING)
 def test_a_text_that_mentions_thinking_has_no_reasoning(qwen: Any, text: str) -> None:
     """Nor has it an empty block: the one before it is the template's."""
     messages = [MESSAGES[0], {"role": "assistant", "content": text}]
@@ -354,7 +357,7 @@ def test_wrong_options(qwen: Any) -> None:
     with pytest.raises(OptionError, match="turns='served'"):
         load(qwen, [{"text": "x"}])
     for options in ({"missing_reasoning": "learn"}, {"serving_template": "{{ x }}"}, {"loss_on": "last_turn"}):
-        with pytest.raises(OptionError, match="turns='served'|no such part"):
+        with pytest.raises(OptionError, match="is for turns='served': pass that too"):
             gpuload.load_chats(pa.table({"messages": [[{"role": "user", "content": "q"}]]}), qwen, **options)
 
 

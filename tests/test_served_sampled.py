@@ -313,8 +313,16 @@ def test_ids_that_are_none(qwen: Any) -> None:
             for kind in ("str", "float", "bool", "NoneType")
         },
         "message 0 has token_ids, and its role is not assistant": 1,
-        "no turn is learned: the template writes nothing for the answer": 1,
+        "no turn is learned: its token_ids are empty": 1,
     }
+
+
+def test_lists_without_ids_are_no_ids(qwen: Any) -> None:
+    """Where a file has one type for all messages, a message without ids may have an empty list."""
+    messages = conversation(qwen, "forty two", "certainly")
+    without = [{name: m[name] for name in m if name != "prompt_token_ids"} for m in messages]
+    empty = [{"token_ids": [], "prompt_token_ids": [], **message} for message in without]
+    assert made(qwen, [empty])[:] == made(qwen, [without])[:] != []
 
 
 def test_loss_weights_caches_and_options(qwen: Any, qwen_folder: str, warm_cache: Path, tmp_path: Path) -> None:

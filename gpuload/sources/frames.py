@@ -59,7 +59,8 @@ def _kind_of(data: object) -> str | None:
 
 
 def open_frame(frame: Any, name: str) -> Source:
-    """Opens a frame in memory, with a name for messages; a `DataError` if a column has values of several types."""
+    """Opens a frame in memory, with a name for messages; a `DataError` if a column has values of several types, and a
+    `SourceError` if it gives no columns."""
     kind = _kind_of(frame)
     if kind == "cudf.DataFrame":
         return _open_cudf(frame, name)
@@ -130,13 +131,26 @@ def _table_of(frame: Any, kind: str | None) -> pa.Table:
         return pa.Table.from_pandas(frame, preserve_index=False)
     if kind == "pyarrow.RecordBatch":
         return pa.Table.from_batches([frame])
-    if kind == "arrow" and (own := next((n for n, each in _types_of(frame) if str(each) == "Object"), None)):
-        raise TypeError(f"column {own!r} has Python objects")
-    if kind != "datasets.Dataset":
-        return frame if kind == "pyarrow.Table" else pa.table(frame)
+    if kind == "arrow":
+        return _streamed(frame)
+    if kind == "pyarrow.Table":
+        return frame
     # One that was filtered or shuffled is its table and a list of row numbers.
     frame = frame.with_format(None)
     return (frame if getattr(frame, "_indices", None) is None else _flattened(frame)).data.table
+
+
+def _streamed(frame: Any) -> pa.Table:
+    """The columns that an object shares by Arrow's C stream; a `SourceError` if it does not."""
+    if own := next((name for name, each in _types_of(frame) if str(each) == "Object"), None):
+        raise TypeError(f"column {own!r} has Python objects")
+    try:
+        return pa.table(frame)
+    except Exception as error:  # whatever the object's own code raises
+        raise SourceError(
+            f"files is of type {type(frame).__name__}, and its __arrow_c_stream__ gives no table ({error!s:.300}): "
+            "pass it as a pyarrow.Table"
+        ) from error
 
 
 def _types_of(frame: Any) -> Iterable[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
@@ -108,12 +109,17 @@ def one_column(source: Source, name: str) -> Iterator[pa.ChunkedArray]:
     return (table.column(name) for table in tables)
 
 
+def check_column_names(source: Source) -> None:
+    """Checks that no two columns of a source have one name; a `DataError` if they have."""
+    for name, count in Counter(source.schema.names).items():
+        if count > 1:
+            raise DataError(f"{source.name}: two columns have the name {name!r}: rename one of them")
+
+
 def check_prompt_column(source: Source, prompt_key: str) -> None:
     """Checks that a source has the prompt column; a `DataError` if not, whose message names the likely column, and all
     there are, or if two columns have one name."""
-    for number, name in enumerate(source.schema.names):
-        if name in source.schema.names[:number]:
-            raise DataError(f"{source.name}: two columns have the name {name!r}: rename one of them")
+    check_column_names(source)
     if prompt_key not in source.schema.names:
         likely = _likely(source.schema, prompt_key)
         raise DataError(

@@ -99,6 +99,8 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
         marks = () if self.loss_on or "marked" not in possible else self._marks_in(filled)
         wanted = self.loss_on or ("marked" if marks else possible[0])
         if wanted not in possible:
+            if wanted in LOSS_ON.get(found, ()):
+                raise OptionError(f"loss_on={wanted!r} is for turns='served': pass that too")
             choices = ", ".join(map(repr, possible))
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
         columns = [(source, name) for source in filled for name in self._found_in(source).columns]

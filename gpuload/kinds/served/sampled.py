@@ -17,7 +17,7 @@ import numpy as np
 from gpuload.core.arrays import Ragged
 from gpuload.core.options import History
 from gpuload.kinds.served.stored import RESAMPLED, REWRITTEN, LearnedAnswer, ServedRows, count_answer
-from gpuload.kinds.served.turns import FAILS, NO_BLOCK, NOTHING, OTHER, OTHER_IDS, Turn, TurnWriter
+from gpuload.kinds.served.turns import FAILS, NO_BLOCK, NO_IDS, NOTHING, OTHER, OTHER_IDS, Turn, TurnWriter
 from gpuload.reference.template_call import TemplateCall
 
 TOKEN_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"
@@ -45,7 +45,7 @@ def sampled_problem(messages: Any, size: int) -> str | None:
                 return f"{what}: it has values of type {wrong[0]}"
             if any(not 0 <= each < size for each in ids):
                 return what
-            if message.get("role") != "assistant":
+            if ids and message.get("role") != "assistant":
                 return f"message {number} has {name}, and its role is not assistant"
     return None
 
@@ -103,7 +103,7 @@ def rows_of_sampled(
         except Exception:
             return FAILS
         prompt = ids_of(text)
-        if messages[number].get(PROMPT_IDS) not in (None, prompt):
+        if messages[number].get(PROMPT_IDS) not in (None, [], prompt):
             return OTHER_IDS
         ids, until = prompt + given, ""
         if isinstance(turn, Turn) and turn.prompt == text:
@@ -113,12 +113,12 @@ def rows_of_sampled(
         if reference.history == "sampled":
             known.append((until, ids))
         if not given:
-            return NOTHING
+            return NO_IDS
         return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
 
     def rendered(turn: Turn, bits: int) -> LearnedAnswer | int:
         prompt = ids_of(turn.prompt)
-        if messages[turn.number].get(PROMPT_IDS) not in (None, prompt):
+        if messages[turn.number].get(PROMPT_IDS) not in (None, [], prompt):
             return OTHER_IDS
         answer, merged = reference.answer(turn, reference.loss_in(turn, messages, call), bits)
         if not answer.bits.any():
@@ -228,14 +228,14 @@ def rows_of_given(
             own, merged = _ids_of_text(reference, each, text, both, bits)
             whole[-1] = prompt + (own if given is None else given)
             made.counts[REWRITTEN] += each.rewritten
-            if each.message.get(PROMPT_IDS) not in (None, prompt):
+            if each.message.get(PROMPT_IDS) not in (None, [], prompt):
                 if given is not None and reference.history == "sampled":  # no later prompt begins with this answer then
                     return None
                 found = OTHER_IDS
             else:
                 mask = np.full(len(whole[-1]) - len(prompt), bits, np.int32)
                 answer = LearnedAnswer(each.number, np.array(whole[-1], np.int32), len(prompt), mask)
-                found = answer if len(mask) else NOTHING
+                found = answer if len(mask) else NOTHING if given is None else NO_IDS
                 if isinstance(each.turn, Turn):
                     made.counts[RESAMPLED] += given not in (None, own)
                     if given is None:

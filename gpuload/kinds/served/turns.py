@@ -37,10 +37,11 @@ REASONS = (
     "the template writes nothing for the answer",
     "no token of the answer is in a {% generation %} block",
     "its prompt_token_ids are not those of the prompt",
+    "its token_ids are empty",
 )
 """Why a turn is not learned. Stored tokens have the number: new reasons come last."""
 
-OTHER, FAILS, OPENED, NO_SWITCH, SKIPPED, STOP_IN_TEXT, NOTHING, NO_BLOCK, OTHER_IDS = range(len(REASONS))
+OTHER, FAILS, OPENED, NO_SWITCH, SKIPPED, STOP_IN_TEXT, NOTHING, NO_BLOCK, OTHER_IDS, NO_IDS = range(len(REASONS))
 
 THINKING = (
     ("<think>", "</think>"),
@@ -202,15 +203,15 @@ class TurnWriter:
         return False
 
     def _has_reasoning(self, message: Mapping[str, Any], answer: str) -> bool:
-        """Whether a message says itself that the reasoning of an answer is nothing: with an empty block, or a text of
-        which the template has taken one. A text that is behind the block as it is, such as one about `<think>`, says
-        nothing."""
+        """Whether a message says itself that the reasoning of an answer is nothing: its text begins with an empty
+        block, or the template has taken one from it. A text that is behind the block as it is, such as one about
+        `<think>`, says nothing."""
         if field_with_reasoning(message):
             return True
         behind = re.split("|".join(re.escape(close) for _, close in self.pairs), answer, maxsplit=1)[-1]
         texts = list(texts_in(message.get("content")))
         taken = [text for text in texts if text.strip() not in behind]
-        return any(map(self.empty.search, texts)) or any(
+        return any(self.empty.match(text.lstrip()) for text in texts) or any(
             each in text for text in taken for pair in self.pairs for each in pair
         )
 
