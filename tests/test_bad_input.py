@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,6 +138,21 @@ def test_bytes_that_are_not_text(tmp_path: Path, qwen: Any) -> None:
     prompts = gpuload.load(file, qwen)
     assert prompts.report.rejected == {"column 'other' is not valid UTF-8": 1}
     assert [prompts[i]["other"] for i in range(2)] == ["good", "também"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_text_of_a_dictionary_that_is_not_utf8(nested: bool, qwen: Any, tmp_path: Path) -> None:
+    """Only rows that have it are dropped: a dictionary has the values of all rows, and more of a slice."""
+    offsets, data = pa.py_buffer(np.array([0, 1, 4], np.int32)), pa.py_buffer(b"\xffweb")
+    texts = pa.StringArray.from_buffers(2, offsets, data)
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 1], pa.int32()), texts)
+    other = pa.StructArray.from_arrays([column], ["text"]) if nested else column
+    table = pa.table({"prompt": ["a", "b", "c"], "other": other})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for given, dropped in ((table, 1), (str(tmp_path / "rows.parquet"), 1), (table.slice(1), 0)):
+        prompts = gpuload.load(given, qwen)
+        assert prompts.report.rejected == ({"column 'other' is not valid UTF-8": 1} if dropped else {})
+        assert [row["other"] for row in prompts] == [{"text": "web"} if nested else "web"] * 2
 
 
 def test_a_lone_surrogate_in_json(tmp_path: Path, qwen: Any) -> None:

@@ -166,6 +166,25 @@ def test_columns_that_cannot_be_written(qwen: Any, tmp_path: Path) -> None:
         chats.to_arrow()
 
 
+def test_types_that_have_not_all_values_of_each_other(qwen: Any, tmp_path: Path) -> None:
+    """An integer of 64 bits in one file, and fractions in another."""
+    messages = rows_of(1)[0]["messages"]
+    values = [2**60 + 1, 0.5]
+    for name, value in zip("ab", values, strict=True):
+        pq.write_table(pa.table({"messages": [messages], "x": [value], "y": [1]}), tmp_path / f"{name}.parquet")
+    chats = gpuload.load_chats([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")], qwen)
+    assert [row["x"] for row in chats] == values
+    for read, instead in (
+        (lambda: chats.columns["x"], "access rows with"),
+        (chats.to_pandas, "columns="),
+        (lambda: chats.to_arrow().read_all(), "columns="),
+        (lambda: gpuload.save_to_disk({"train": chats}, tmp_path / "sft"), "columns="),
+    ):
+        with pytest.raises(DataError, match=f"column 'x' has no common Arrow type .*not in range.*{instead}"):
+            read()
+    assert chats.to_arrow(columns=["y"]).read_all().column("y").to_pylist() == [1, 1]
+
+
 # -- the directory ---------------------------------------------------------------------------------------------------
 
 

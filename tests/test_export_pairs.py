@@ -20,6 +20,7 @@ datasets = pytest.importorskip("datasets", reason="the format is that of dataset
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from export_cases import five_steps, opened, small_model  # noqa: E402
 from tokenizer_cases import small_tokenizer  # noqa: E402
+from trl.trainer import reward_trainer  # noqa: E402
 
 ROWS = [
     {
@@ -60,6 +61,21 @@ def test_rows_are_those_of_the_dataset(
     assert set(store.column_names) == names
     assert list(store) == [{name: row[name] for name in store.column_names} for row in rows]
     assert {feature.feature.dtype for name, feature in store.features.items() if name.endswith("_ids")} == {"int32"}
+
+
+def test_margins_with_and_without_fractions(qwen: Any, tmp_path: Path) -> None:
+    """JSON that has both has no type of Arrow, and the collator wants numbers."""
+    margins = [1, 2.5, 2**70, -3]
+    rows = [json.dumps(row | {"margin": margin}) for row, margin in zip(ROWS, margins, strict=False)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    pairs = gpuload.load_pairs(str(tmp_path / "rows.jsonl"), qwen, objective="rm")
+    assert [pairs[k]["margin"] for k in range(4)] == margins
+    for columns in (None, [], ["margin"]):
+        gpuload.save_to_disk({"train": pairs}, tmp_path / "rm", columns=columns, overwrite=True)
+        store = opened(tmp_path / "rm")["train"]
+        assert store.features["margin"].dtype == "float64"
+        collated = reward_trainer.DataCollatorForPreference(pad_token_id=0)(list(store))
+        assert collated["margin"].tolist() == margins
 
 
 def test_columns_that_do_not_exist(qwen: Any) -> None:

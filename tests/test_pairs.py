@@ -803,3 +803,13 @@ def test_first_messages_that_differ_in_nulls_only(qwen: Any) -> None:
     with pytest.raises(DataError, match="differ in nulls only: pass drop_nulls=True"):
         gpuload.load_pairs(table, qwen)
     assert len(gpuload.load_pairs(table, qwen, drop_nulls=True)) == 1
+
+
+def test_margins_that_batches_cannot_have(qwen: Any, tmp_path: Path) -> None:
+    margins = [1, float("nan"), 2.5, float("inf"), -float("inf"), 3e300, 10**400, 2**70]
+    lines = [json.dumps(EXPLICIT[0] | {"margin": margin}) for margin in margins]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    pairs = gpuload.load_pairs(str(tmp_path / "rows.jsonl"), qwen, objective="rm")
+    values = ("nan", "inf", "-inf", "3e+300", "1" + "0" * 39)
+    assert pairs.report.rejected == {f"margin is {value}, not a number of 32 bits": 1 for value in values}
+    assert pairs.batch(range(3))["margin"].tolist() == [1, 2.5, 2**70]

@@ -100,7 +100,8 @@ class Columns:
             # A table without columns does not know how many rows it has.
             nulls = {schema.names[0]: pa.nulls(len(some), schema.field(0).type)}
             tables.append(picked if picked.num_columns else pa.table(nulls))
-        taken = pa.concat_tables(tables, promote_options="permissive").take(as_arrow(np.argsort(np.concatenate(slots))))
+        whole = _concatenated(tables, "leave it out with columns=")
+        taken = whole.take(as_arrow(np.argsort(np.concatenate(slots))))
         return self._with_made(taken, {name: self._made[name][rows] for name in schema.names if name in self._made})
 
     def _picked(
@@ -184,12 +185,7 @@ class Columns:
             part if part.num_columns else pa.table({names[0]: pa.nulls(count)})
             for part, count in zip(self._parts, counts, strict=True)
         ]
-        try:
-            merged = pa.concat_tables(tables, promote_options="permissive").select(names)
-        except pa.ArrowException as error:
-            raise DataError(
-                f"the files' columns have no common Arrow type ({error}): access rows with dataset[i] instead"
-            ) from error
+        merged = _concatenated(tables, "access rows with dataset[i] instead").select(names)
         whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
         merged = merged if whole else merged.take(as_arrow(self._index))
         return self._with_made(merged, self._made).select(self.names)
@@ -217,9 +213,29 @@ def promoted(fields: Sequence[pa.Field], instead: str) -> pa.Field:
     try:
         return pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive").field(0)
     except pa.ArrowException as error:
-        raise DataError(
-            f"column {fields[0].name!r} has no common Arrow type in the files ({error}): {instead}"
-        ) from error
+        raise _no_common_type(fields[0].name, error, instead) from error
+
+
+def _concatenated(tables: Sequence[pa.Table], instead: str) -> pa.Table:
+    """Tables one after the other, with types promoted where they differ; a `DataError`, which says what to do
+    `instead`, if no type has all values of a column: one of floats does not have all integers of 64 bits."""
+
+    def concatenated(some: Sequence[pa.Table]) -> pa.Table:
+        return pa.concat_tables(some, promote_options="permissive")
+
+    try:
+        return concatenated(tables)
+    except pa.ArrowException:
+        for name in dict.fromkeys(name for table in tables for name in table.schema.names):
+            try:
+                concatenated([table.select([name]) for table in tables if name in table.schema.names])
+            except pa.ArrowException as error:
+                raise _no_common_type(name, error, instead) from error
+        raise
+
+
+def _no_common_type(name: str, error: Exception, instead: str) -> DataError:
+    return DataError(f"column {name!r} has no common Arrow type in the files ({error}): {instead}")
 
 
 def to_python(column: pa.Array) -> list[Any]:
@@ -276,9 +292,16 @@ def invalid_rows(table: pa.Table) -> dict[int, str]:
         if _is_valid(column):
             continue
         for row in range(table.num_rows):
-            if not _is_valid(column.slice(row, 1).combine_chunks()):
+            if not _row_is_valid(column.slice(row, 1).combine_chunks()):
                 invalid[row] = f"column {name!r} is not valid UTF-8"
     return invalid
+
+
+def _row_is_valid(value: pa.Array) -> bool:
+    """Whether a single value is valid. A dictionary has values of other rows as well, which do not count."""
+    if pa.types.is_struct(value.type):
+        return all(map(_row_is_valid, value.flatten()))
+    return _is_valid(value.dictionary_decode() if pa.types.is_dictionary(value.type) else value)
 
 
 def _is_valid(column: Any) -> bool:

@@ -177,11 +177,12 @@ class PairDataset(Rows):
             ['prompt_ids', 'chosen_ids', 'rejected_ids']
 
         Args:
-            columns: Which other columns of the files to add; None for all. `margin` is always added for `"rm"`.
+            columns: Which other columns of the files to add; None for all.
             trainer: Whose columns the rows have: `"trl"`, or for `"dpo"` also `"llamafactory"`.
 
         Returns:
-            The batches. For `"trl"`: the lists of a row, as lists of int32, `label` for `"kto"`, and the other columns.
+            The batches. For `"trl"`: the lists of a row, as lists of int32, `label` (bool) for `"kto"`, `margin`
+            (float64) for `"rm"` if the files have it, and the other columns.
             For `"llamafactory"`: `input_ids` (int32), `attention_mask` (int8) and `labels` (int32) of both sequences,
             truncated as in batches, with the prefixes `chosen_` and `rejected_`; `images`, `videos` and `audios`, which
             are null; and no other columns.
@@ -193,14 +194,21 @@ class PairDataset(Rows):
         check_columns(trainer, PAIRS, columns)
         if trainer == "llamafactory":
             return self._for_llamafactory()
-        if columns is not None and self.objective == "rm" and MARGIN in self.passed_through.names:
-            columns = list(dict.fromkeys([*columns, MARGIN]))
+        own, others = [*pair_fields(self.objective)], self.passed_through
+        with_margin = self.objective == "rm" and MARGIN in others.names
+        if with_margin:  # in JSON, numbers with and without fractions have no type of Arrow
+            own.append(pa.field(MARGIN, pa.float64()))
+            columns = None if columns is None else [name for name in columns if name != MARGIN]
 
         def make(numbers: Numbers) -> list[pa.Array]:
-            made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
-            return [*made, as_arrow(self.labels[numbers])] if self.objective == "kto" else made
+            made: list[pa.Array] = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
+            if self.objective == "kto":
+                made.append(as_arrow(self.labels[numbers]))
+            if with_margin:
+                made.append(as_arrow(np.array(others.take(numbers, [MARGIN])[MARGIN], np.float64)))
+            return made
 
-        return row_reader(self.sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
+        return row_reader(self.sizes.all, own, make, others, columns)
 
     def _for_llamafactory(self) -> pa.RecordBatchReader:
         if self.objective != "dpo":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -34,6 +35,7 @@ from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_messages, is
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
 
 MARGIN = "margin"  # the column with the margins of pairs for a reward model
+_LARGEST = float(np.finfo(np.float32).max)  # the type that batches have
 Columns = Mapping[str, Any]
 
 
@@ -246,8 +248,9 @@ def _wrong_label(value: Any) -> str | None:
 
 
 def _wrong_margin(value: Any) -> str | None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return None if number else f"margin is {value!r:.40}, not a number"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return f"margin is {value!r:.40}, not a number"
+    return None if abs(value) <= _LARGEST else f"margin is {value!r:.40}, not a number of 32 bits"  # NaN is not, either
 
 
 def _problems(column: Any, wrong: Callable[[Any], str | None]) -> list[str | None] | None:
