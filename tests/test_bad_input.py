@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,30 @@ def test_columns_that_rows_replace_are_named_once(
     with pytest.warns(UserWarning, match=f"columns {named}.* are replaced") as warned:
         gpuload.load(files, qwen, **options).batch([0, 1])
     assert len([one for one in warned if "are replaced" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "named"),
+    [
+        (None, "attention_mask, input_ids, labels, position_ids"),
+        ("dpo", "attention_mask, chosen_ids, input_ids, prompt_ids"),
+        ("rm", "attention_mask, chosen_ids, input_ids"),
+        ("kto", "KL_input_ids, attention_mask, input_ids, prompt_ids"),
+    ],
+)
+def test_columns_that_rows_to_train_on_replace(objective: Any, named: str, qwen: Any) -> None:
+    given = "input_ids attention_mask labels position_ids prompt_ids chosen_ids KL_input_ids other".split()
+    data: dict[str, Any] = {name: [True, False] for name in given}
+    answer = [{"role": "assistant", "content": "a"}]
+    if objective is None:
+        load = partial(gpuload.load_chats, pa.table({**data, "messages": [[*user("q"), *answer]] * 2}))
+    else:
+        data |= {"prompt": [user("q")] * 2, "chosen": [answer] * 2, "rejected": [answer] * 2, "label": [1, 0]}
+        load = partial(gpuload.load_pairs, pa.table(data), objective=objective)
+    with pytest.warns(UserWarning, match=rf"columns {named} are replaced: .* Rename these") as warned:
+        load(tokenizer=qwen)
+    (one,) = [one for one in warned if "are replaced" in str(one.message)]
+    assert one.filename == __file__
 
 
 def test_columns_of_other_names_give_no_warning(write: Callable[..., str], qwen: Any) -> None:

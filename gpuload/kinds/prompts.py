@@ -1,7 +1,6 @@
 """Prompts: data for GRPO and PPO."""
 
-import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -23,7 +22,7 @@ from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.packing.plan import whole_rows
-from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.kind import Kind, warn_of_replaced
 from gpuload.pipeline.stream import choose_rows
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
@@ -58,7 +57,9 @@ class PromptKind(Kind["PromptDataset"]):
         for source in sources:
             if source.num_rows:
                 check_prompts(source, options.prompt_key)
-        warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
+        keys = _KEYS | {key for key, given in more.items() if given}
+        warn_of_replaced(sources, keys - {options.prompt_key})
         if self.turns == "served":
             from gpuload.kinds.served.prompts import prompts_of_turns  # most loads do not need it
 
@@ -254,18 +255,6 @@ class PromptDataset(Rows):
         if name == "raw_prompt" and self.options.return_raw_chat:
             return [messages_of(prompt) for prompt in values]
         return values
-
-
-def warn_of_replaced(columns: Set[str], options: Options) -> None:
-    """Warns of columns that rows do not have, because a key of `PromptDataset` has the same name."""
-    more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
-    keys = _KEYS | {key for key, given in more.items() if given}
-    if replaced := sorted(columns & keys - {options.prompt_key}):
-        warnings.warn(
-            f"gpuload: columns {', '.join(replaced)} are replaced: rows and batches have keys with these names. Rename "
-            "these columns if you need them",
-            stacklevel=6,  # the line that calls `load`
-        )
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ A kind is plain data: what the user has said of the data, and what was found of 
 of, how the row is tokenized, which limit it has, and what the result is. The pipeline calls it, and knows nothing else.
 """
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import pyarrow as pa
@@ -165,3 +166,13 @@ class Kind(Generic[Dataset]):
     @abstractmethod
     def dataset(self, loaded: Loaded) -> Dataset:
         """The result of a load."""
+
+
+def warn_of_replaced(sources: Sequence[Source], keys: Set[str]) -> None:
+    """Warns of columns with the names of keys that a kind's rows and batches have; called by `Kind.resolve`."""
+    if replaced := sorted({name for source in sources for name in source.schema.names} & keys):
+        warnings.warn(
+            f"gpuload: columns {', '.join(replaced)} are replaced: rows and batches have keys with these names. Rename "
+            "these columns if you need them",
+            stacklevel=6,  # the line that calls `load`
+        )

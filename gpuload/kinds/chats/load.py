@@ -32,7 +32,7 @@ from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.kinds.served.rows import not_learned, served_rows, useless_conversations
 from gpuload.kinds.served.stored import Headers, served_sizes
 from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
-from gpuload.pipeline.kind import Finder, Kind
+from gpuload.pipeline.kind import Finder, Kind, warn_of_replaced
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
@@ -105,6 +105,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
         columns = [(source, name) for source in filled for name in self._found_in(source).columns]
         weights = weights_in(columns) if wanted == "marked" else ()
+        warn_of_replaced(filled, {*LAYOUT.planes, *(("loss_weight",) if weights else ())})
         return replace(self, format=found, loss_on=wanted, marks=marks, weights=weights), filled, options
 
     def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:

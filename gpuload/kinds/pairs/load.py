@@ -17,14 +17,14 @@ from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.formats import Format, as_prompts, one_format
-from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
+from gpuload.kinds.pairs.dataset import LABEL, PairDataset, layout_of, pair_fields
 from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
 from gpuload.packing import Plan
-from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.kind import Kind, warn_of_replaced
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 from gpuload.sources.types import is_text
@@ -86,6 +86,10 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         # No template renders data that is all text.
         if all(is_text(source.schema.field(name).type) for source in filled for name in found[0].columns):
             options = replace(options, chat_template=None)
+        of_batches = [
+            f"{part}{name}" for name in layout_of(objective).planes for part in ("", "KL_" * (objective == "kto"))
+        ]
+        warn_of_replaced(filled, {*of_batches, *(field.name for field in pair_fields(objective))} - {LABEL})
         return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
 
     def _found_in(self, source: Source) -> Format:
