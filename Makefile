@@ -62,7 +62,7 @@ tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
 	PART=all $(BIN)/python -m pytest -n auto tests/test_tokenizers1.py
 	$(BIN)/python -m pytest -n auto -p on_tokenizers1 tests/test_acceptance.py tests/test_cache.py tests/test_chat_loaders.py \
 		tests/test_chats.py tests/test_exact.py tests/test_pairs.py tests/test_prompts.py tests/test_tokenizers.py \
-		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"
+		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together and not freed_with and not changed_during"
 
 images-test: .venv/installed-dev .venv-images/installed
 	PART=all PYTHONPATH=$(CURDIR)/.venv-images $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_image*.py tests/test_inspect_images.py

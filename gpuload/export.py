@@ -33,7 +33,6 @@ from gpuload.core.arrow import without_rows
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.core.files import PartialDirectory, exchanged
 from gpuload.dataset.indexed import write_packs, write_rows
-from gpuload.dataset.rows import Rows
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.packing import pack
@@ -94,16 +93,21 @@ def save_to_disk(
     if not splits:
         raise OptionError("splits: no dataset given")
     for name, split in splits.items():
-        if not isinstance(split, Rows):
+        if not isinstance(split, ChatDataset | PairDataset):
             raise OptionError(
                 f"split {name!r} is a {type(split).__name__}: expected what load_chats or load_pairs returns"
             )
+        packs = [each for each in ("packing", "pack_length") if options.get(each) is not None]
+        if packs and not isinstance(split, ChatDataset):
+            raise OptionError(f"{packs[0]}={options[packs[0]]!r}: split {name!r} has pairs, which are not packed")
         if hasattr(split, "images"):  # trainers would learn ids of images without any
             raise OptionError(
                 f"split {name!r} has images, which a directory of tokens cannot have: use its loader, and load with "
                 "store='disk' to keep its rows for later loads"
             )
     check_split_names(splits)
+    if len({type(split) for split in splits.values()}) > 1:
+        raise OptionError("splits: some have conversations and others pairs: write them into two directories")
     try:
         partial = PartialDirectory(place.parent)
         try:
@@ -126,10 +130,13 @@ def save_to_disk(
 
 
 def check_split_names(names: Iterable[Any]) -> None:
-    """Checks the names of splits; an `OptionError` if one can be none."""
+    """Checks the names of splits; an `OptionError` if one can be none, or two would be the same file."""
+    names = list(names)
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
             raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
+        if f"{name}.parquet" in names:
+            raise OptionError(f"split {name + '.parquet'!r} is the file of split {name!r}: rename one of them")
 
 
 def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any:
@@ -149,7 +156,7 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
         place = Path(os.path.expanduser(directory)).resolve()
         if place.is_symlink():  # a loop of links, for which Python 3.13 raises nothing
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        above = next(each for each in place.parents if each.exists())
+        above = next((each for each in place.parents if each.exists()), place)
         if not above.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{above} is a file")
         if not os.access(above, os.W_OK):

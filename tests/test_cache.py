@@ -576,6 +576,11 @@ def test_prepare(
     assert main(["cache", "--clear", "--cache-dir", str(tmp_path / "elsewhere")]) == 0
     assert f"{tmp_path / 'elsewhere' / 'tokens'}: removed 3 entries" in capsys.readouterr().out
     assert len(entries(warm_cache)) == 3
+    for clear in ([], ["--clear"]):
+        with pytest.raises(SystemExit):
+            main(["cache", *clear, "--cache-dir", "s3://user:secret@bucket/tokens"])
+        assert "--cache-dir s3://bucket/tokens: a URL: pass a local directory" in capsys.readouterr().err
+    assert len(entries(warm_cache)) == 3
     assert main(["cache", "--clear"]) == 0
     assert entries(warm_cache) == []
 

@@ -298,6 +298,8 @@ def test_a_full_disk_leaves_nothing_behind(chats: gpuload.ChatDataset, tmp_path:
         (["train"], {"packing": "bfd", "columns": ["number"]}, "a pack has several rows"),
         (["train"], {"packing": "best"}, "packing='best'"),
         (["train"], {"pack_length": 9}, "pack_length is for packs"),
+        (["train"], {"columns": "number"}, r"columns='number': expected a list of names, such as \['number'\]"),
+        (["train.parquet", "train"], {}, "'train.parquet' is the file of split 'train'"),
     ],
 )
 def test_invalid_arguments(
@@ -306,6 +308,25 @@ def test_invalid_arguments(
     with pytest.raises(OptionError, match=message):
         gpuload.save_to_disk(dict.fromkeys(splits, chats), tmp_path / "sft", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_datasets_that_are_no_splits(chats: gpuload.ChatDataset, qwen: Any, tmp_path: Path) -> None:
+    pairs = gpuload.load_pairs(pa.table({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}), qwen)
+    prompts = gpuload.load(pa.table({"prompt": ["a"]}), qwen)
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"train": prompts}, {}, "split 'train' is a PromptDataset: expected what load_chats or load_pairs returns"),
+        ({"train": chats, "test": pairs}, {}, "some have conversations and others pairs"),
+        ({"train": pairs}, {"packing": "bfd"}, "packing='bfd': split 'train' has pairs, which are not packed"),
+        ({"train": pairs}, {"pack_length": 9, "trainer": "llamafactory"}, "pack_length=9: split 'train' has pairs"),
+    ]
+    for splits, options, message in cases:
+        with pytest.raises(OptionError, match=message):
+            gpuload.save_to_disk(splits, tmp_path / "sft", **options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OptionError, match="/ exists and was not written by gpuload"):
+        gpuload.save_to_disk({"train": chats}, "/", overwrite=True)
+    gpuload.save_to_disk({"train": chats}, tmp_path / "sft", columns=["number", "number"])
+    assert opened(tmp_path / "sft")["train"].column_names == ["input_ids", "labels", "number"]
 
 
 @pytest.mark.parametrize(

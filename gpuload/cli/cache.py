@@ -18,11 +18,14 @@ from gpuload.cli.output import printable
 from gpuload.core.files import partial_bytes
 from gpuload.core.words import counted
 from gpuload.dataset.report import megabytes
+from gpuload.sources.urls import is_url, without_secrets
 
 
 def run(given: argparse.Namespace) -> int:
     """Prints the files whose tokens are cached, or which have a store on disk, most recently used first; or removes
     all of them."""
+    if is_url(given.cache_dir or ""):
+        given.parser.error(f"--cache-dir {without_secrets(given.cache_dir)}: a URL: pass a local directory")
     for number, directory in enumerate(_directories(given.cache_dir)):
         if given.clear:
             entries, nbytes = clear(directory)

@@ -37,6 +37,7 @@ def row_reader(
     own = {field.name for field in fields}
     if names is None:
         names = [name for name in others.names if name not in own]
+    names = list(dict.fromkeys(names))
     for name in names:
         if name not in others.names or name in own:
             known = set(others.names) - own

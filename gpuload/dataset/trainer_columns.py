@@ -78,8 +78,10 @@ def _loss_mask(loss: np.ndarray, offsets: RowNumbers) -> np.ndarray:
 
 def check_columns(trainer: Trainer, known: Sequence[str], columns: Sequence[str] | None) -> None:
     """Checks for whom rows are made: for one of the `known` trainers, with further `columns` or without. An
-    `OptionError` if the trainer is unknown, or reads no other columns."""
+    `OptionError` if the trainer is unknown, or reads no other columns, or if `columns` is a text."""
     if trainer not in known:
         raise OptionError(f"trainer={trainer!r}{nearest(str(trainer), set(known))}")
+    if isinstance(columns, str):
+        raise OptionError(f"columns={columns!r}: expected a list of names, such as [{columns!r}]")
     if trainer != "trl" and columns:
         raise OptionError(f"columns={list(columns)!r}: {trainer} reads no other columns")
