@@ -91,6 +91,10 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "end not learned": ("error", [chat("q")], {"chat_template": BLOCKS}),
     "inserted text learned": ("warning", [chat("q")], {"chat_template": QWEN3}),
     "reasoning dropped": ("warning", [chat("q", "a", reasoning_content="Because it is so.")], {}),
+    "text dropped": (
+        "warning", [chat("q", "Not shown.", tool_calls=[])],
+        {"chat_template": BLOCKS.replace("{{ m.content }}{% end", "{{ m.content if m.tool_calls is none }}{% end")},
+    ),
     "control tokens": ("warning", [chat("What is <|im_start|>?")], {}),
     "arguments as text": (
         "error",

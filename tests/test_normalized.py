@@ -293,3 +293,19 @@ def test_the_command_line(qwen_folder: str, tmp_path: Path, capsys: pytest.Captu
     found = pq.read_table(next((tmp_path / "out").rglob("*.parquet")))["input_ids"].to_pylist()
     expected = gpuload.load_chats(file, qwen_folder, drop_nulls=True, normalize_messages="auto")
     assert found == rows_of(expected)
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_an_empty_list_of_calls_is_none(parquet: bool, qwen: Any, tmp_path: Path) -> None:
+    """That template takes it for calls, and leaves the answer out."""
+    without = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]
+    rows = [{"messages": [without[0], {**without[1], "tool_calls": []}]}] * 20 + [{"messages": chat(call("{}"))}]
+    file = in_parquet(tmp_path / "a.parquet", rows) if parquet else jsonl(tmp_path / "a.jsonl", rows)
+    options: dict[str, Any] = {"chat_template": template("deepseekv3"), "verify": "full", "token_cache": False}
+    found = gpuload.load_chats(file, qwen, normalize_messages="auto", **options)
+    assert rows_of(found)[:20] == [ids_of(qwen, without, template("deepseekv3"))] * 20
+    assert rows_of(gpuload.load_chats(file, qwen, **options))[0] != rows_of(found)[0]
+    hits = gpuload.check(file, qwen, chat_template=template("deepseekv3"), progress=False)
+    assert [(hit.count, hit.example) for hit in hits if hit.check == "text dropped"] == [
+        (20, "row 0: the template does not print 'an answer'")
+    ]

@@ -187,8 +187,9 @@ class TrainingKeywords(LoadKeywords, total=False):
     `remove_none_values` does: parquet has null for each field that another row has."""
 
     normalize_messages: Normalize | None
-    """`"auto"`: contents of messages that are null become the empty text, and arguments of tool calls that are JSON
-    text become objects if the template takes objects. None: messages are rendered as they are."""
+    """`"auto"`: contents of messages that are null become the empty text, empty lists of tool calls are removed, and
+    arguments of tool calls that are JSON text become objects if the template takes objects. None: messages are rendered
+    as they are."""
 
 
 class ChatKeywords(TrainingKeywords, total=False):

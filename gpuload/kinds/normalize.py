@@ -1,9 +1,11 @@
 """Messages in the form that most templates take: `normalize_messages="auto"`.
 
-Two things differ in the data that people have, and templates agree on neither:
+Three things differ in the data that people have, and templates agree on none of them:
 
 - The content of a message with tool calls is null, missing or the empty text. Many templates fail without a text, or
   print "None". It becomes the empty text, as any content that is null.
+- A message without tool calls has an empty list of them. Some templates take that for calls, and leave the content out
+  (DeepSeek V3). It is removed.
 - The arguments of a tool call are an object, or JSON text of one, as the API of OpenAI returns them. Many templates
   fail on text, or print it as text inside of JSON. It becomes an object, unless the template cannot print objects.
 
@@ -63,7 +65,9 @@ def _message(message: Any, objects: bool) -> Any:
     made, calls = dict(message), message.get("tool_calls")
     if made.get("content") is None and ("content" in made or calls):
         made["content"] = ""
-    if objects and isinstance(calls, list):
+    if calls == []:
+        del made["tool_calls"]
+    elif objects and isinstance(calls, list):
         made["tool_calls"] = [_call(each) for each in calls]
     return made
 

@@ -64,6 +64,11 @@ RULES: Mapping[str, CheckRule] = {
         "reasoning of a last answer that the template does not print; an info for reasoning of earlier turns alone",
         "use a template that prints reasoning_content, or write the reasoning into the content as the template expects",
     ),
+    "text dropped": CheckRule(
+        "texts of answers that the template does not print",
+        "use another template; some print the text or the calls of an answer, and take an empty list for calls, which "
+        "normalize_messages='auto' removes",
+    ),
     "calls dropped": CheckRule(
         "answers with tool calls that the template does not print: the model learns to end its turn instead",
         "use a template with tools; some print calls only where the content is null",

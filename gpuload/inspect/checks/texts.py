@@ -27,7 +27,7 @@ from gpuload.template.probes import leaves_out_calls
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _COLUMNS = (("image", "images"), ("video", "videos"), ("audio", "audios"))
 _PLACEHOLDERS = (r"<image>|<\|image_pad\|>|<start_of_image>", r"<video>|<\|video_pad\|>", r"<audio>|<\|AUDIO\|>")
-_COMPARED = 80  # characters of a reasoning that are looked for
+_COMPARED = 80  # characters of a reasoning, or of an answer, that are looked for
 _MOST_SHAPES = 256  # of rows with null contents that are rendered twice
 
 
@@ -56,6 +56,7 @@ class TextChecks:
         yield self._unknown_roles(rows.messages)
         yield from self._arguments(rows.messages)
         yield from self._reasoning(rows)
+        yield self._dropped(rows)
         yield self._null(rows)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -121,15 +122,28 @@ class TextChecks:
         ours = messages.has_role("assistant")
         last[messages.row[ours]] = number[ours]
         final, earlier = np.zeros((2, messages.count), np.bool_)
-        for at in np.flatnonzero(as_numpy(messages.reasoning.is_valid())).tolist():
+        there = as_numpy(messages.reasoning.is_valid())
+        for at in _not_printed(rows, np.flatnonzero(there), messages.reasoning.filter(as_arrow(there)).to_pylist()):
             row = int(messages.row[at])
-            start = messages.reasoning[at].as_py().strip()[:_COMPARED].strip()
-            texts = [each[row].as_py() for each in rows.texts]
-            if start and None not in texts and not any(start in text for text in texts):
-                (final if at == last[row] else earlier)[row] = True
+            (final if at == last[row] else earlier)[row] = True
         yield Hit("reasoning dropped", final, lambda row: "the reasoning of the last answer is not in the text")
         about = "the reasoning of an earlier answer is not in the text"
         yield Hit("reasoning dropped", earlier & ~final, lambda row: about, "info")
+
+    def _dropped(self, rows: CheckedRows) -> Hit:
+        messages = rows.messages
+        ours = messages.has_role("assistant") & (messages.part != TEXT_PART)
+        texts = messages.text.filter(as_arrow(ours)).to_pylist()
+        # Of a text with a thinking block, which many templates take apart, what is behind it.
+        answers = [text.rpartition("</think>")[2] for text in texts]
+        found = np.zeros(len(messages), np.bool_)
+        found[_not_printed(rows, np.flatnonzero(ours), answers)] = True
+
+        def detail(row: int) -> str:
+            text = messages.text[_first(messages, found, row)].as_py()
+            return f"the template does not print {text.strip()[:40]!r}"
+
+        return Hit("text dropped", messages.rows_of(found), detail)
 
     def _null(self, rows: CheckedRows) -> Hit:
         messages = rows.messages
@@ -220,3 +234,16 @@ def _first(messages: FlatMessages, found: RowMask, row: int) -> int:
 
 def _escaped(text: str) -> str:
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
+
+
+def _not_printed(rows: CheckedRows, numbers: npt.NDArray[np.int64], values: list[str]) -> list[int]:
+    """The numbers of messages, of those given in order, whose values are not in the texts of their rows."""
+    found = []
+    of, texts = -1, [""]
+    for at, row, value in zip(numbers.tolist(), rows.messages.row[numbers].tolist(), values, strict=True):
+        if row != of:
+            of, texts = row, [each[row].as_py() for each in rows.texts]
+        start = value.strip()[:_COMPARED].strip()
+        if start and None not in texts and not any(start in text for text in texts):
+            found.append(at)
+    return found
