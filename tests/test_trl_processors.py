@@ -14,12 +14,11 @@ from tiers import SHARED, shared
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from export_cases import five_steps, small_model  # noqa: E402
-from processor_cases import GEMMA, llava, qwen_vl  # noqa: E402
+from processor_cases import GEMMA, TRANSFORMERS_4, llava, qwen_vl, without_torchvision  # noqa: E402
 from tokenizer_cases import small_tokenizer  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import (  # noqa: E402
     AutoTokenizer,
-    Gemma3ImageProcessorPil,
     Gemma3Processor,
     Qwen2ForCausalLM,
 )
@@ -162,7 +161,7 @@ def test_real_text_with_a_processor(caplog: pytest.LogCaptureFixture, family: st
         processor = qwen_vl(AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5-instruct"))
     else:
         tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "gemma3")
-        processor = Gemma3Processor(Gemma3ImageProcessorPil(), tokenizer, GEMMA)
+        processor = Gemma3Processor(without_torchvision("Gemma3ImageProcessor")(), tokenizer, GEMMA)
     data = pq.read_table(SHARED / "datasets" / "zh_multiturn.parquet").slice(0, 300)
     chats = [{"messages": row["prompt"] + [assistant("好的")]} for row in data.to_pylist()]
     equal(*both("SFTTrainer", chats, processor, False, None))
@@ -206,6 +205,8 @@ def test_conversations_without_images(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, make: Any, rows: Any, template: str | None, settings: Any
 ) -> None:
     """TRL renders and tokenizes them in its collator. Batches are the same, and come from ids."""
+    if TRANSFORMERS_4 and "assistant_only_loss" in settings:
+        pytest.skip("TRL needs transformers 5.18 for it")
     made, theirs = (make(small_tokenizer(QWEN3)) for _ in range(2))
     if template is not None:
         made.chat_template = theirs.chat_template = template
@@ -215,6 +216,9 @@ def test_conversations_without_images(
         assert [list(batch) for batch in found] == [list(batch) for batch in expected]
         assert comparable(found) == comparable(expected)
     kind = type(made).__name__
+    if TRANSFORMERS_4:  # the comparison decides; the batches above are TRL's in any case
+        assert said(caplog)[-1] == f"gpuload: falls back to TRL's collator: {kind} is a processor, and a batch differs"
+        return
     assert said(caplog) == [f"gpuload: {kind} is a processor; 64 rows prepared by both are equal: used"] * 2
     # The first 64 rows, of whose columns TRL makes the batches as well, are enough.
     assert trainers[0].data_collator.agreed
