@@ -106,7 +106,7 @@ def save_to_disk(
                 "store='disk' to keep its rows for later loads"
             )
     check_split_names(splits)
-    if len({type(split) for split in splits.values()}) > 1:
+    if len({isinstance(split, PairDataset) for split in splits.values()}) > 1:
         raise OptionError("splits: some have conversations and others pairs: write them into two directories")
     try:
         partial = PartialDirectory(place.parent)
