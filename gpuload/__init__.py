@@ -8,8 +8,6 @@ Importing this package imports neither torch nor CUDA: names are looked up when 
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gpuload._version import __version__ as __version__
@@ -59,17 +57,6 @@ __all__ = [
     "load_pairs",
     "save_to_disk",
 ]
-
-
-class _Package(ModuleType):
-    """Keeps `gpuload.load` the function: importing the submodule of that name would replace it with the module."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "load" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -30,11 +30,6 @@ found["package"] = sorted(asked)
 import gpuload.integrations.slime, gpuload.integrations.trl
 found["integrations"] = sorted(asked)
 
-import gpuload.load
-from gpuload import load
-from gpuload.load import load as same  # its module in 0.1
-found["load"] = [callable(gpuload.load), load is gpuload.load is same]
-
 from gpuload.demo_data import demo_files
 gpuload.load(*demo_files(), max_samples=5, token_cache=False).batch([0])
 import torch
@@ -60,11 +55,6 @@ def test_import_is_light(found: Any) -> None:
 
 def test_importing_an_integration_is_light(found: Any) -> None:
     assert (HEAVY | {"trl", "slime", "pyarrow"}).isdisjoint(found["integrations"])
-
-
-def test_load_stays_the_function(found: Any) -> None:
-    """There is a module of the same name."""
-    assert found["load"] == [True, True]
 
 
 def test_a_load_starts_no_cuda_and_no_cudf(found: Any) -> None:

@@ -1,13 +1,10 @@
 """What is made when it is first used: names of a package, and the Python objects of a batch."""
 
 import importlib
-import os
 import sys
-import threading
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -39,20 +36,6 @@ def imported(name: str) -> ModuleType:
     """
     importlib.import_module(name)
     return sys.modules[name]
-
-
-def _in_child() -> None:
-    """Python 3.11 has a lock for each `cached_property`, of all objects together. In a process that was forked while
-    another thread made such a value, nobody would release it."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("gpuload.")]:
-        for kind in [each for each in vars(module).values() if isinstance(each, type)]:
-            for value in vars(kind).values():
-                if isinstance(value, cached_property) and hasattr(value, "lock"):
-                    value.lock = threading.RLock()
-
-
-if sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):  # the latter: not on Windows
-    os.register_at_fork(after_in_child=_in_child)
 
 
 @dataclass(frozen=True)
