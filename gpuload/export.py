@@ -97,17 +97,18 @@ def save_to_disk(
             raise OptionError(
                 f"split {name!r} is a {type(split).__name__}: expected what load_chats or load_pairs returns"
             )
-        packs = [each for each in ("packing", "pack_length") if options.get(each) is not None]
-        if packs and not isinstance(split, ChatDataset):
-            raise OptionError(f"{packs[0]}={options[packs[0]]!r}: split {name!r} has pairs, which are not packed")
         if hasattr(split, "images"):  # trainers would learn ids of images without any
             raise OptionError(
                 f"split {name!r} has images, which a directory of tokens cannot have: use its loader, and load with "
                 "store='disk' to keep its rows for later loads"
             )
     check_split_names(splits)
-    if len({isinstance(split, PairDataset) for split in splits.values()}) > 1:
+    pairs = [name for name, split in splits.items() if isinstance(split, PairDataset)]
+    if 0 < len(pairs) < len(splits):
         raise OptionError("splits: some have conversations and others pairs: write them into two directories")
+    packs = [name for name in ("packing", "pack_length") if options.get(name) is not None]
+    if pairs and packs:
+        raise OptionError(f"{packs[0]}={options[packs[0]]!r}: split {pairs[0]!r} has pairs, which are not packed")
     try:
         partial = PartialDirectory(place.parent)
         try:

@@ -27,6 +27,7 @@ sys.meta_path.insert(0, Recorder)
 found = {}
 import gpuload
 found["package"] = sorted(asked)
+found["own"] = sorted(name for name in sys.modules if name.startswith("gpuload"))
 import gpuload.integrations.slime, gpuload.integrations.trl
 found["integrations"] = sorted(asked)
 
@@ -51,6 +52,7 @@ def found() -> Any:
 def test_import_is_light(found: Any) -> None:
     assert "gpuload" in found["package"]
     assert HEAVY.isdisjoint(found["package"])
+    assert found["own"] == ["gpuload", "gpuload._version"]
 
 
 def test_importing_an_integration_is_light(found: Any) -> None:

@@ -35,7 +35,7 @@ from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_messages, is
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
 
 MARGIN = "margin"  # the column with the margins of pairs for a reward model
-_LARGEST = float(np.finfo(np.float32).max)  # the type that batches have
+_LARGEST = float(np.finfo(np.float32).max)  # of the numbers that batches have
 Columns = Mapping[str, Any]
 
 

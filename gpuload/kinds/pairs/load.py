@@ -86,10 +86,9 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         # No template renders data that is all text.
         if all(is_text(source.schema.field(name).type) for source in filled for name in found[0].columns):
             options = replace(options, chat_template=None)
-        of_batches = [
-            f"{part}{name}" for name in layout_of(objective).planes for part in ("", "KL_" * (objective == "kto"))
-        ]
-        warn_of_replaced(filled, {*of_batches, *(field.name for field in pair_fields(objective))} - {LABEL})
+        planes, own = layout_of(objective).planes, {field.name for field in pair_fields(objective)}
+        of_other_rows = [f"KL_{name}" for name in planes] if objective == "kto" else []
+        warn_of_replaced(filled, {*planes, *of_other_rows, *own} - {LABEL})  # labels are those of the file
         return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
 
     def _found_in(self, source: Source) -> Format:
