@@ -272,7 +272,7 @@ def test_columns_that_rows_replace_are_named_once(
 ) -> None:
     data = {"prompt": [user("a")]} | {name: ["x"] for name in columns}
     files = [write(data, "a.parquet"), write(data, "b.parquet")]
-    with pytest.warns(UserWarning, match=f"columns {named}.* are replaced") as warned:
+    with pytest.warns(UserWarning, match=f"columns {named}.* are replaced or left out") as warned:
         gpuload.load(files, qwen, **options).batch([0, 1])
     assert len([one for one in warned if "are replaced" in str(one.message)]) == 1
 
@@ -280,14 +280,14 @@ def test_columns_that_rows_replace_are_named_once(
 @pytest.mark.parametrize(
     ("objective", "named"),
     [
-        (None, "attention_mask, input_ids, labels, position_ids"),
-        ("dpo", "attention_mask, chosen_ids, input_ids, prompt_ids"),
-        ("rm", "attention_mask, chosen_ids, input_ids"),
-        ("kto", "KL_input_ids, attention_mask, input_ids, prompt_ids"),
+        (None, "attention_mask, input_ids, labels, position_ids, seq_lengths"),
+        ("dpo", "attention_mask, chosen_ids, input_ids, position_ids, prompt_ids, seq_lengths"),
+        ("rm", "attention_mask, chosen_ids, input_ids, position_ids, seq_lengths"),
+        ("kto", "KL_input_ids, attention_mask, input_ids, position_ids, prompt_ids, seq_lengths"),
     ],
 )
 def test_columns_that_rows_to_train_on_replace(objective: Any, named: str, qwen: Any) -> None:
-    given = "input_ids attention_mask labels position_ids prompt_ids chosen_ids KL_input_ids other".split()
+    given = "input_ids attention_mask labels position_ids prompt_ids chosen_ids KL_input_ids seq_lengths other".split()
     data: dict[str, Any] = {name: [True, False] for name in given}
     answer = [{"role": "assistant", "content": "a"}]
     if objective is None:
@@ -295,10 +295,18 @@ def test_columns_that_rows_to_train_on_replace(objective: Any, named: str, qwen:
     else:
         data |= {"prompt": [user("q")] * 2, "chosen": [answer] * 2, "rejected": [answer] * 2, "label": [1, 0]}
         load = partial(gpuload.load_pairs, pa.table(data), objective=objective)
-    with pytest.warns(UserWarning, match=rf"columns {named} are replaced: .* Rename these") as warned:
-        load(tokenizer=qwen)
+    with pytest.warns(UserWarning, match=rf"columns {named} are replaced or left out: .* Rename these") as warned:
+        rows = load(tokenizer=qwen)
     (one,) = [one for one in warned if "are replaced" in str(one.message)]
     assert one.filename == __file__
+    # A mask of other tokens is in no row: trainers would apply it.
+    assert not {"attention_mask", "position_ids", "seq_lengths"} & {
+        *rows.to_arrow().schema.names,
+        *rows.passed_through.table().schema.names,
+        *rows[0],
+    }
+    with pytest.raises(OptionError, match="'seq_lengths' is not a column"):
+        rows.to_arrow(columns=["seq_lengths"])
 
 
 def test_columns_of_other_names_give_no_warning(write: Callable[..., str], qwen: Any) -> None:

@@ -26,6 +26,9 @@ CHATS: Mapping[Trainer, Sequence[str]] = {
 }
 """Trainer → its columns of rows for SFT."""
 
+MASKS = frozenset(("attention_mask", "position_ids", "completion_mask", "assistant_masks", "seq_lengths"))
+"""Columns that collators of TRL, of the versions that are supported, apply to the tokens of rows that have them."""
+
 PAIRS: Sequence[Trainer] = ("trl", "llamafactory")  # trainers that read pairs for DPO
 _TYPES = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8(), "loss_mask": pa.int8()}
 _TYPES |= {"loss_weight": pa.float32()}

@@ -45,6 +45,7 @@ class PromptKind(Kind["PromptDataset"]):
     limit_name = "max_prompt_length"
     turns: TurnsMode = "conversation"  # as for `load`
     fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
+    hidden: ClassVar[frozenset[str]] = frozenset(LAYOUT.planes)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PromptKind", Options]:

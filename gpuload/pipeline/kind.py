@@ -53,10 +53,13 @@ class Kind(Generic[Dataset]):
     Attributes:
         name: "prompts", "chats" or "pairs".
         limit_name: the option that sets the limit in tokens, in messages.
+        hidden: columns of files that are not passed through. Rows or batches have tensors with these names; or a
+            trainer that finds such a column in rows takes it for a mask of their tokens.
     """
 
     name: ClassVar[Literal["prompts", "chats", "pairs"]]
     limit_name: ClassVar[str] = "max_length"
+    hidden: ClassVar[frozenset[str]]
 
     @classmethod
     @abstractmethod
@@ -169,10 +172,10 @@ class Kind(Generic[Dataset]):
 
 
 def warn_of_replaced(sources: Sequence[Source], keys: Set[str]) -> None:
-    """Warns of columns with the names of keys that a kind's rows and batches have; called by `Kind.resolve`."""
+    """Warns of columns of files with the names `keys`, which rows do not pass through; called by `Kind.resolve`."""
     if replaced := sorted({name for source in sources for name in source.schema.names} & keys):
         warnings.warn(
-            f"gpuload: columns {', '.join(replaced)} are replaced: rows and batches have keys with these names. Rename "
-            "these columns if you need them",
+            f"gpuload: columns {', '.join(replaced)} are replaced or left out: rows, batches or trainers have keys "
+            "with these names. Rename these columns if you need them",
             stacklevel=6,  # the line that calls `load`
         )

@@ -290,6 +290,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         numbers = kept.numbers()
         order = wanted_order(numbers, job.wanted)
         store, sizes, columns = kept.finish(order)
+        columns = columns.without(job.kind.hidden)
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
         report.tokens, report.longest = int(sizes[0].sum()), int(job.kind.limited(sizes).max())

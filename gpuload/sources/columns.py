@@ -8,7 +8,7 @@ not have is None in its rows.
 import copy
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Self
 
 import numpy as np
@@ -145,6 +145,12 @@ class Columns:
         other = copy.copy(self)
         other._made = {**self._made, **made}
         other.names = list(dict.fromkeys([*self.names, *made]))
+        return other
+
+    def without(self, names: Set[str]) -> Self:
+        """The same rows without the columns of these names."""
+        other = copy.copy(self)
+        other.names = [name for name in self.names if name not in names]
         return other
 
     @staticmethod

@@ -216,11 +216,11 @@ def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
     through."""
     kind, reference, options = job.kind, job.reference, job.options
     own = [*(field for field in kind.fields if field.name != OF_OTHER_ROWS), ORIGIN]
-    names = {field.name for field in own}
+    names = kind.hidden | {field.name for field in own}
     if replaced := sorted((names - {LABEL}) & set(passed.names)):
         warnings.warn(
-            f"gpuload: columns {', '.join(replaced)} are replaced: rows have columns with these names. Rename these "
-            "columns if you need them",
+            f"gpuload: columns {', '.join(replaced)} are replaced or left out: rows, batches or trainers have keys "
+            "with these names. Rename these columns if you need them",
             stacklevel=4,  # the line that calls `read_prompts`
         )
     schema = pa.schema([*own, *(field for field in passed if field.name not in names)])

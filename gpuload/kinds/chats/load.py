@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, Verify, check
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
-from gpuload.dataset.trainer_columns import columns_of, fields
+from gpuload.dataset.trainer_columns import MASKS, columns_of, fields
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
@@ -62,6 +62,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     `load_chats`."""
 
     name = "chats"
+    hidden: ClassVar[frozenset[str]] = MASKS | {*LAYOUT.planes}
     format: str | None = None  # after `resolve`, what was found
     messages_key: str | None = None
     loss_on: LossOn | None = None  # after `resolve`, what was chosen
@@ -105,7 +106,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
         columns = [(source, name) for source in filled for name in self._found_in(source).columns]
         weights = weights_in(columns) if wanted == "marked" else ()
-        warn_of_replaced(filled, {*LAYOUT.planes, *(("loss_weight",) if weights else ())})
+        warn_of_replaced(filled, self.hidden | ({"loss_weight"} if weights else set()))
         return replace(self, format=found, loss_on=wanted, marks=marks, weights=weights), filled, options
 
     def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,7 @@ from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, 
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
+from gpuload.dataset.trainer_columns import MASKS
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import LABEL, PairDataset, layout_of, pair_fields
@@ -38,6 +39,7 @@ class PairKind(MessageOptions, Kind[PairDataset]):
     """Preference data: pairs of completions, or single completions with labels. For the fields see `load_pairs`."""
 
     name = "pairs"
+    hidden: ClassVar[frozenset[str]] = MASKS | {"input_ids"}
     objective: Objective | None = None  # after `resolve`, what was found
     format: str | None = None  # likewise
     prompt_key: str = "prompt"
@@ -86,9 +88,9 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         # No template renders data that is all text.
         if all(is_text(source.schema.field(name).type) for source in filled for name in found[0].columns):
             options = replace(options, chat_template=None)
-        planes, own = layout_of(objective).planes, {field.name for field in pair_fields(objective)}
-        of_other_rows = [f"KL_{name}" for name in planes] if objective == "kto" else []
-        warn_of_replaced(filled, {*planes, *of_other_rows, *own} - {LABEL})  # labels are those of the file
+        own = {field.name for field in pair_fields(objective)} - {LABEL}  # labels are those of the file
+        of_other_rows = [f"KL_{name}" for name in layout_of(objective).planes] if objective == "kto" else []
+        warn_of_replaced(filled, self.hidden | own | {*of_other_rows})
         return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
 
     def _found_in(self, source: Source) -> Format:
