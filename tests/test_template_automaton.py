@@ -266,6 +266,16 @@ LOOPS = {
     "known mappings": """{% set names = {"user": "U", "assistant": "A", "tool": "T"} %}{% for m in messages %}\
 {% if m.role in names %}{{ names[m.role] }}{% else %}?{% endif %}{% if m.content not in names %}{{ m.content }}\
 {% endif %}{% endfor %}""",
+    "values of own keys": """{% macro extra(given, known) %}{% for key in given if key not in known %}\
+{% if given[key] is mapping %}{{ key ~ given[key] | tojson }}{{ extra(given[key], known) }}\
+{% elif given[key] is string %}{{ key }}="{{ given[key] }}"{% else %}{{ given[key] }}{% endif %}{% endfor %}\
+{% endmacro %}\
+{% for m in messages %}{% for c in m.tool_calls or [] %}{{ extra(c, ["type", "id"]) }}\
+{% for key, value in c.function.arguments | dictsort %}{{ key }}{{ value is string }}\
+{{ c.function.arguments.get(key) }}{{ key in c.function.arguments }}{% if not loop.first %}\
+{{ c.function.arguments[loop.previtem[0]] | tojson }}{% endif %}{% endfor %}\
+{% for key in c.function.arguments.keys() | list | reverse %}{{ c.function.arguments[key] | string }}{% endfor %}\
+{% endfor %}{% endfor %}""",
     "printed numbers": """{% macro last() %}{% set ns = namespace(n=0) %}{% for m in messages %}\
 {% if m.role == "user" %}{% set ns.n = loop.index0 %}{% endif %}{% endfor %}{{ ns.n }}{% endmacro %}\
 {% for m in messages %}{% if loop.index0 > last() | int %}{{ m.content }}{% endif %}{% endfor %}""",
@@ -296,6 +306,28 @@ def test_loops_and_parts(name: str, qwen: Any) -> None:
         assert "with a condition" in made.reason
     else:
         compared(TemplateCall(qwen, LOOPS[name]), rows)
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        "{% for key in m.function %}{{ m.arguments[key] }}{% endfor %}",  # keys of another mapping
+        "{% set ns = namespace(key='') %}{% for key in m.function %}{% set ns.key = key %}{% endfor %}"
+        "{{ m.function[ns.key] }}",
+        "{% for key in m.function %}{{ m.function[key ~ ''] }}{{ m.function[m.content] }}{% endfor %}",
+    ],
+)
+def test_keys_that_may_be_of_another_mapping(lookup: str, qwen: Any) -> None:
+    """What is not known to be a key of the same mapping is looked up by transformers."""
+    call = TemplateCall(qwen, "{% for m in messages %}" + lookup + "{% endfor %}")
+    renderer = RowRenderer(call)
+    for names in ("ab", "ba", "a", "cab"):
+        given = {name: f"value of {name}" for name in names}
+        messages = [{"role": "user", "content": names[-1], "function": given, "arguments": {"a": "1", "b": "2"}}]
+        made = renderer.render(messages)
+        if isinstance(made, RenderedRow):
+            assert made.text == call.render(messages)
+    assert renderer.wrong is None
 
 
 def _stale(self: Recorder, loop: Any, inside: int) -> None:
@@ -452,6 +484,19 @@ def test_a_template_for_tools_that_is_set_later(qwen: Any, tmp_path: Path) -> No
     for template, start in ((PLAIN, "user"), ({"default": PLAIN, "tool_use": "TOOL " + PLAIN}, "TOOL user")):
         tokenizer.chat_template = template
         assert all(text.startswith(start) for text in texts_of(tokenizer, rows, None, tmp_path))
+
+
+def test_a_template_that_fails_for_all_rows_with_tools(qwen: Any, tmp_path: Path) -> None:
+    """A generator is no JSON: those rows are dropped for the reason that transformers gives, and others kept."""
+    start = "{% if tools %}{{ tools | map(attribute='function') | tojson }}{% endif %}"
+    template = start + TEMPLATES["qwen2_5"].replace("tools", "others")
+    rows = [{"messages": [*ASKED, {"role": "assistant", "content": f"a{k}"}]} for k in range(4)]
+    rows[1]["tools"] = rows[2]["tools"] = [tool(random.Random(1))]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = gpuload.load_chats(str(file), qwen, chat_template=template)
+    assert len(found) == 2
+    assert [reason for reason in found.report.rejected if "generator is not JSON serializable" in reason]
 
 
 def test_blocks_next_to_each_other_and_without_a_text(qwen: Any) -> None:

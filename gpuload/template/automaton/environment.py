@@ -106,9 +106,8 @@ class RecordingTemplate(TracingTemplate):
                 same = next((each for each in _Keys(obj).texts() if key == each), None)
                 return reject("looks for a text in a mapping that does not have it") if same is None else obj[same]
             if isinstance(obj, SymbolicMapping):
-                if type(key) is not str:
-                    reject("looks for something other than a plain string in a mapping")
-                return new_attribute(obj, key) if hasattr({}, key) and key not in obj else found(obj, key)
+                of_class = type(key) is str and hasattr({}, key) and key not in obj
+                return new_attribute(obj, key) if of_class else found(obj, key)
             if isinstance(obj, SymbolicList):
                 if isinstance(key, slice):
                     return obj.sliced(key)

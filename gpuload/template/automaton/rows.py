@@ -183,11 +183,15 @@ class RowRenderer:
         return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, **known))
 
     def _text(self, row: Row, messages: list[Any]) -> str:
-        """A row with other messages, as transformers renders it."""
+        """A row with other messages, as transformers renders it; an `UnknownAnswersError` if it does not: maybe the row
+        itself, which has not been compared yet, is rendered neither."""
         out, _, trail, (end, _) = self._walk({**row, "messages": prepared(messages, self._changes)})
-        if end != "end" or not self._seen.issuperset(_pairs(trail)):
+        if end == "end" and self._seen.issuperset(_pairs(trail)):
+            return "".join(out)
+        try:
             return self._of_row(row).render(messages)
-        return "".join(out)
+        except Exception as error:
+            raise UnknownAnswersError(describe_error(error)) from error
 
     def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, trail: Sequence[int]) -> None:
         """Compares a row with transformers."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-from gpuload.template.automaton.nodes import ITEMS, Affine, Built, ListPart, Place, TextSource, Wanted
+from gpuload.template.automaton.nodes import DICTSORT, ITEMS, Affine, Built, ListPart, Place, TextSource, Wanted
 from gpuload.template.automaton.values import (
     ZERO,
     Printable,
@@ -49,9 +49,13 @@ class SymbolicMapping(Printable):
 
     def find(self, key: object) -> Any:
         """(whether it is there, the value, or None)."""
-        if type(key) is not str:
+        if type(key) is str:
+            return self.recorder.at((*self.place, key))
+        # One of its own keys, from a loop over them, is at (…, ITEMS, number, 0), and its value next to it.
+        own = _place_of(key) if isinstance(key, Rope) else None
+        if own is None or own[:-3] != self.place or own[-3] not in (ITEMS, DICTSORT) or own[-1] != 0:
             reject("looks for something other than a plain string in a mapping")
-        return self.recorder.at((*self.place, key))
+        return self.recorder.at((*own[:-1], 1))
 
     def __contains__(self, key: object) -> bool:
         return bool(self.find(key)[0])
