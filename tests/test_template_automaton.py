@@ -276,6 +276,9 @@ LOOPS = {
 {{ c.function.arguments[loop.previtem[0]] | tojson }}{% endif %}{% endfor %}\
 {% for key in c.function.arguments.keys() | list | reverse %}{{ c.function.arguments[key] | string }}{% endfor %}\
 {% endfor %}{% endfor %}""",
+    "safe": """{% for m in messages %}{{ m.role + "<" + (m.content | safe) + "&" + m.content }}\
+{% for c in m.tool_calls or [] %}{% set given = c.function.arguments | tojson | safe %}\
+{{ "<'" + c.function.name + m.content + given + given + '"' }}{{ m.content ~ given ~ "<" }}{% endfor %}{% endfor %}""",
     "printed numbers": """{% macro last() %}{% set ns = namespace(n=0) %}{% for m in messages %}\
 {% if m.role == "user" %}{% set ns.n = loop.index0 %}{% endif %}{% endfor %}{{ ns.n }}{% endmacro %}\
 {% for m in messages %}{% if loop.index0 > last() | int %}{{ m.content }}{% endif %}{% endfor %}""",

@@ -261,8 +261,11 @@ class Scalar(Printable):
     __hash__ = Symbol.__hash__
 
 
+_ESCAPES = (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;"))  # as `markupsafe` has them
+
+
 class Safe(Printable):
-    """A text after the filter `safe`: it can only be printed."""
+    """A text after the filter `safe`. It can be printed, and added to texts, which are escaped."""
 
     __slots__ = ("_text",)
 
@@ -272,6 +275,23 @@ class Safe(Printable):
 
     def text(self) -> Rope:
         return self._text
+
+    def __add__(self, other: object) -> Safe:
+        return Safe(self.recorder, self._text + _escaped(other))
+
+    def __radd__(self, other: object) -> Safe:
+        return Safe(self.recorder, _escaped(other) + self._text)
+
+
+def _escaped(value: Any) -> Any:
+    """A text as it is added to one that is safe."""
+    if isinstance(value, Safe):
+        return value.text()
+    if type(value) is not str and not isinstance(value, Rope):
+        reject("adds something other than a text to one that is safe")
+    for character, escape in _ESCAPES:
+        value = value.replace(character, escape)
+    return value
 
 
 class Range(Value):
