@@ -78,6 +78,18 @@ INSIDE = BLOCKS.replace(
     "{{ 'so: ' }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",
 )
 
+NOT_WRITTEN = "turns not learned: the prompt is not what the template writes before the answer"
+
+PLAIN = """
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if loop.last and m.reasoning_content %}<think>
+{{ m.reasoning_content }}</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor -%}
+"""
+
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4.", "reasoning_content": "two and two"},
@@ -178,6 +190,22 @@ def test_a_prompt_that_opens_a_thinking_block(qwen: Any) -> None:
     data = load(qwen, [messages], chat_template=OPENING, thinking=("<think>\n", "\n</think>\n\n"))
     prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert shown(qwen, data) == [(0, 1, prompt + "why\n</think>\n\na<|im_end|>", "why\n</think>\n\na<|im_end|>")]
+
+
+@pytest.mark.parametrize("close", ["</think>", "\n\n</think>\n\n", "</think>\n"])
+def test_a_prompt_with_an_empty_block_that_answers_do_not_have(qwen: Any, close: str) -> None:
+    """As that of Gemma 4, which asks its larger models not to think: answers stand behind the block."""
+    prompting = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    template = PLAIN + prompting + "{% if not enable_thinking %}<think>" + close + "{% endif %}{% endif %}"
+    messages = [MESSAGES[0], {"role": "assistant", "content": "4."}, *MESSAGES[2:]]
+    data = load(qwen, [messages], chat_template=template)
+    assert check_by_explosion(qwen, template, messages, data[:]) == 1  # the last answer is rendered with its reasoning
+    assert [what for what in data.report.counts if "not learned" in what] == [NOT_WRITTEN]
+    prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>" + close
+    assert shown(qwen, data) == [(0, 1, prompt + "4.<|im_end|>", "4.<|im_end|>")]
+    # The prompt with thinking stands before answers with reasoning and without.
+    data = load(qwen, [messages], chat_template=template, apply_chat_template_kwargs={"enable_thinking": True})
+    assert [row[3] for row in shown(qwen, data)] == ["4.<|im_end|><think>\ncheck</think>\n\nYes.<|im_end|>"]
 
 
 def test_the_text_of_an_answer_does_not_stop_it(qwen: Any) -> None:

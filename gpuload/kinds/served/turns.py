@@ -10,7 +10,9 @@ For the assistant's message t of a conversation:
         all of the rest.
     (b) P ends with an opened thinking block, and without it is what R starts with. A is the reasoning, the closing
         literal and the rest of R.
-    (c) Otherwise nothing is known about the answer, and the turn is not learned.
+    (c) P ends with an empty thinking block, and R starts with what is before it, and goes on without one, as with the
+        larger models of Gemma 4. A is the rest of R.
+    (d) Otherwise nothing is known about the answer, and the turn is not learned.
 
 Nothing here is fast. Verification and tests compare with it.
 """
@@ -173,8 +175,14 @@ class TurnWriter:
         return Turn(number, prompt, answer, start, rendered, without, lost, stopped, empties)
 
     def _opened(self, message: Mapping[str, Any], prompt: str, rendered: str) -> tuple[int | None, str] | int:
-        """Case (b): where the answer begins in R, and its text; or why the turn is not learned."""
+        """Cases (b) and (c): where the answer begins in R, and its text; or why the turn is not learned."""
         opened = prompt.rstrip()
+        for literal, close in self.pairs:
+            inside = opened.removesuffix(close).rstrip()
+            base = inside.removesuffix(literal)
+            if opened.endswith(close) and inside.endswith(literal) and rendered.startswith(base):
+                rest = rendered[len(base) :]
+                return OTHER if rest.lstrip().startswith((literal, close)) else (len(base), rest)
         for literal, close in self.pairs:
             base = opened.removesuffix(literal)
             if base == opened or not rendered.startswith(base):
