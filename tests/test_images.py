@@ -14,11 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_cases import BUILDERS, XMP, encoded, encodings, exif, picture, text_behind
+from image_cases import BUILDERS, PARTS, XMP, encoded, encodings, exif, picture, text_behind
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 from processor_cases import TRANSFORMERS_4
 from tiers import core, exhaustive
@@ -642,6 +643,20 @@ def _trusting(given: Any) -> Any:
     return given._rule
 
 
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_an_image_that_cannot_be_decoded_is_no_difference(qwen: Any, verify: str) -> None:
+    """Its ids follow from its header. Whether its row is kept depends on `check_media`, not on the sample."""
+    data = bytearray(encoded(picture(60, 60).effect_spread(20), "PNG"))
+    at = data.index(b"IDAT") + 40
+    data[at : at + 30] = bytes(30)
+    table = table_of([("<image> a", None, [encoded(picture(90, 61), "PNG")]), ("<image> b", None, [bytes(data)])])
+    prompts = load(table, qwen, verify=verify, strict=True)
+    assert (len(prompts), prompts.report.check.rows) == (2, 1)
+    assert "1 row could not be compared, such as Table row 1: image 0: it cannot be decoded" in str(prompts.report)
+    assert len(load(table, qwen, verify="off")) == 2
+    assert len(load(table, qwen, verify=verify, check_media="decode")) == 1
+
+
 def test_a_rule_that_differs_is_not_used(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ImageRule.of
     monkeypatch.setattr(
@@ -726,10 +741,12 @@ def test_inputs_are_those_of_each_processor(name: str) -> None:
     processor, rows = processor_named(name), [row for row in rows_of(12) if row[2]][:3]
     prompts = load(table_of(rows), processor, media="inputs")
     batch, wanted = prompts.batch(range(3)), made_of(processor, rows)
-    of_images = wanted.keys() - _OF_TEXT
+    of_images = {each for each in wanted if not each.endswith(_OF_TEXT)}
     assert of_images
     for each in of_images:
         assert batch[each].equal(wanted[each])
+    # Whatever else there is of tokens is of those of the batch.
+    assert all(batch[each].shape == batch["input_ids"].shape for each in batch if each.endswith(_OF_TEXT))
 
 
 @pytest.mark.parametrize("without", ["the same", "other pixels", "an error"])
@@ -843,6 +860,57 @@ def test_options(qwen: Any) -> None:
     assert len(load(table, qwen, video_key="videos")) == table.num_rows  # of verl's configuration
     with pytest.raises(OptionError, match="image_key"):
         load(table, qwen, image_key="prompt")
+    with pytest.raises(OptionError, match=r"mm_processor_kwargs.return_tensors is set by gpuload: remove it"):
+        load(table, qwen, mm_processor_kwargs={"return_tensors": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sanitize_control_tokens": True}, "sanitize_control_tokens is not supported"),
+        ({"processor_kwargs": {"max_pixels": 7840}}, r"pass its values as mm_processor_kwargs=\{...\} instead"),
+        (
+            {"max_pixels": 7840},
+            r"max_pixels is for the images: pass mm_processor_kwargs=\{'max_pixels': 7840\} instead",
+        ),
+    ],
+)
+def test_arguments_of_the_template_that_transformers_uses_for_images(qwen: Any, given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load(table_of(rows_of(8)), qwen, apply_chat_template_kwargs=given)
+    prompts = load(table_of(rows_of(8)), qwen, apply_chat_template_kwargs={"add_vision_id": True})
+    assert len(prompts) == len(rows_of(8))  # of the template only
+
+
+def test_images_that_are_left_out_are_named(qwen: Any) -> None:
+    table = table_of(rows_of(8))
+    with pytest.warns(UserWarning, match="the images of column 'images' are in no prompt: pass a processor") as warned:
+        load(table, qwen.tokenizer, chat_template=PARTS % "<image>", image_key="images")
+    assert [one.filename for one in warned if "in no prompt" in str(one.message)] == [__file__]
+
+
+def test_images_that_datasets_would_convert(qwen: Any) -> None:
+    data = [encoded(picture(60, 60), "PNG")]
+    rows = datasets.Dataset.from_dict({"prompt": [user("<image> a")], "images": [data]})
+    for mode in ("RGB", "L"):
+        table = rows.cast_column("images", datasets.List(datasets.Image(mode=mode)))
+        if mode == "RGB":
+            assert len(load(table, qwen)) == 1
+            continue
+        with pytest.raises(DataError, match=r"column 'images' has datasets.Image\(mode='L'\)"):
+            load(table, qwen)
+
+
+def test_references_in_messages_are_short_and_have_no_secrets(tmp_path: Path) -> None:
+    for value, reason in (
+        ("iVBORw0KGgo" * 9000, "is too long for a path: write base64 as"),
+        ({"bytes": "iVBORw0KGgo"}, "its bytes are a text: write base64 as"),
+        ("https://user:secret@host/x.png?sig=abc", "URLs of images are not fetched"),
+    ):
+        with pytest.raises(ImageError, match=reason) as caught:
+            media_of(value, Places(str(tmp_path)))
+        assert len(str(caught.value)) < 250
+        assert not {"secret", "abc"} & {*re.findall(r"\w+", str(caught.value))}
 
 
 def test_decoded_images_are_rgb() -> None:

@@ -26,6 +26,7 @@ class Check:
     earlier: int = 0  # how many rows were compared, without a difference, when cached tokens were made
     seconds: float = 0.0  # CPU time spent
     mismatches: list[str] = field(default_factory=list)  # one sentence for each row that differs
+    unreadable: list[str] = field(default_factory=list)  # one sentence for each row that could not be compared
     shapes: int = 0  # how many different ones the rows have: the roles of their messages, and the fields of these
     shapes_not_compared: int = 0  # how many of them have no row that was compared
 
@@ -312,6 +313,11 @@ class Report:
             differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differ"
             parts.append(
                 f"{counted(check.rows, 'rows')} compared with the tokenizer in {check.seconds:.2f} s, {differ}"
+            )
+        if check.unreadable:
+            parts.append(
+                f"{counted(len(check.unreadable), 'rows')} could not be compared, such as {check.unreadable[0]}: "
+                "check_media='decode' drops rows whose images cannot be decoded"
             )
         if check.shapes_not_compared:
             of = f"{check.shapes_not_compared:,} of {check.shapes:,} shapes of rows"

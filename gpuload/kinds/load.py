@@ -1,5 +1,6 @@
 """load(): prompts, and prompts with images."""
 
+import warnings
 from typing import Any, Unpack
 
 from gpuload.core.keywords import ImageKeywords, takes
@@ -50,4 +51,12 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords])
 
         return load_given(ImagePromptKind, files, tokenizer, options)
     check_no_processor(options)
-    return load_given(PromptKind, files, tokenizer, options)
+    prompts = load_given(PromptKind, files, tokenizer, options)
+    key = options.get("image_key")
+    if key in prompts.passed_through.names:
+        warnings.warn(
+            f"gpuload: the images of column {key!r} are in no prompt: pass a processor (AutoProcessor.from_pretrained) "
+            "in the place of the tokenizer",
+            stacklevel=2,  # the line that calls `load`
+        )
+    return prompts

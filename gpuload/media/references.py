@@ -16,6 +16,10 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from gpuload.media.headers import FileBytes, ImageError
+from gpuload.sources.urls import without_secrets
+
+_LONGEST_PATH = 4096  # characters; that of Linux, which takes seconds to refuse a path of megabytes
+_MOST_SHOWN = 80
 
 _NESTED = ("image", "image_url", "url", "path", "base64")
 
@@ -50,9 +54,11 @@ class Places:
         Raises:
             NoFileError: there is none, or it is elsewhere.
         """
-        allowed = self._allowed
+        allowed, shown = self._allowed, repr(_shortened(path))
+        if len(path) > _LONGEST_PATH:
+            raise ImageError(f"{shown} is too long for a path: write base64 as {{'base64': ...}}, or as a data: URL")
         if not allowed:
-            raise NoFileError(path, f"{path!r}: data in memory has no directory: pass media_roots=[...]")
+            raise NoFileError(path, f"{shown}: data in memory has no directory: pass media_roots=[...]")
         for root in allowed:
             found = os.path.realpath(os.path.join(root, path))
             inside = any(os.path.commonpath([found, each]) == each for each in allowed)
@@ -60,9 +66,9 @@ class Places:
                 return found
         outside = os.path.realpath(os.path.join(allowed[0], path))
         if not any(os.path.commonpath([outside, each]) == each for each in allowed):
-            why = f"{path!r} is not below the directory of the data: pass media_roots=[...] to allow it"
+            why = f"{shown} is not below the directory of the data: pass media_roots=[...] to allow it"
             raise NoFileError(path, why)
-        raise NoFileError(path, f"{path!r}: there is no such file")
+        raise NoFileError(path, f"{shown}: there is no such file")
 
     @cached_property
     def _allowed(self) -> list[str]:
@@ -133,6 +139,8 @@ def _media_of(value: Any, places: Places) -> Media:
         return _of_text(value, places)
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:
+            if isinstance(value["bytes"], str):
+                raise ImageError("its bytes are a text: write base64 as {'base64': ...}, or as a data: URL")
             return Media(data=memoryview(value["bytes"]), path=value.get("path"))
         for name in _NESTED:
             if value.get(name) is not None:
@@ -159,13 +167,22 @@ def _of_text(text: str, places: Places) -> Media:
         url = urlsplit(text)
         if url.netloc.lower() not in ("", "localhost"):
             raise ImageError(
-                f"{text[:80]!r} names the host {url.netloc!r}: write file:///path, or a path without file:"
+                f"{_shown(text)!r} names the host {url.hostname!r}: write file:///path, or a path without file:"
             )
         text = url2pathname(url.path)  # which decodes %20, once
         return Media(path=places.find(text), given=text)
     if len(scheme) > 1 and "://" in text[:64]:
-        raise ImageError(f"{text[:80]!r} is a URL: URLs of images are not fetched, download them before")
+        raise ImageError(f"{_shown(text)!r} is a URL: URLs of images are not fetched, download them before")
     return Media(path=places.find(text), given=text)
+
+
+def _shown(url: str) -> str:
+    """A URL as messages show it, which may end in logs."""
+    return _shortened(without_secrets(url[:_LONGEST_PATH]))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def as_list(value: Any) -> Sequence[Any]:

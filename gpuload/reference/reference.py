@@ -231,6 +231,10 @@ class Reference:
         """As `compared`, of one row of a sample: some of it may be enough. `below(n)` is a random number below n."""
         return self.compared(prompt, found)
 
+    def is_unreadable(self, error: Exception) -> bool:
+        """Whether an error of `compared` is one of files that the ids do not depend on: it says nothing about them."""
+        return False
+
     @property
     def answers(self) -> Any:
         """Finds the parts of a rendered conversation that have loss (`template.answers.Answers`); None: nobody asks."""

@@ -52,7 +52,7 @@ def type_ids(reference: Any, token: str) -> tuple[str, tuple[int, ...]] | None:
     wanted = image_ids_of(processor)
     if wanted is None:
         return None
-    for name in ("mm_token_type_ids", "token_type_ids"):
+    for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if name in made:
             (found,) = made[name]
             expected = np.isin(ids_of(made), wanted).astype(int)

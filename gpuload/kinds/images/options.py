@@ -1,10 +1,13 @@
 """The options of a load with images."""
 
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
+
+import pyarrow as pa
 
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import COLUMN, POSITIVE, Must, Options, check_fields, nearest, plain
@@ -48,6 +51,8 @@ class ImageOptions:
             values["media_roots"] = [roots]
         options = cls(**values)
         check_fields(options, _CHECKS)
+        if own := sorted(_OWN & options.mm_processor_kwargs.keys()):
+            raise OptionError(f"mm_processor_kwargs.{own[0]} is set by gpuload: remove it")
         return options
 
     @property
@@ -60,8 +65,16 @@ class ImageOptions:
 
         Raises:
             OptionError: it is the column of prompts.
-            DataError: there is none.
+            DataError: there is none; or `datasets` would convert its images to another mode than RGB, and so give a
+                processor other pixels.
         """
+        for source in sources:
+            mode = _mode_of(source.schema, self.image_key)
+            if mode not in (None, "RGB"):
+                raise DataError(
+                    f"{source.name}: column {self.image_key!r} has datasets.Image(mode={mode!r}): processors are given "
+                    "RGB images here. Cast the column to datasets.Image(), with images converted before if need be"
+                )
         if self.image_key == prompt_key:
             raise OptionError(f"image_key={self.image_key!r} is the column of prompts: pass the one with images")
         if self.image_key == ImageOptions.image_key:  # by default, images may be in messages
@@ -70,6 +83,18 @@ class ImageOptions:
         if self.image_key not in names:
             near = nearest(self.image_key, names)
             raise DataError(f"{sources[0].name}: no column {self.image_key!r} with images{near}")
+
+
+def _mode_of(schema: pa.Schema, name: str) -> str | None:
+    """The mode to which `datasets` converts the images of a column."""
+    try:
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][name]
+        while "feature" in found:  # lists
+            found = found["feature"]
+        mode = found.get("mode") if found.get("_type") == "Image" else None
+    except (KeyError, TypeError, ValueError, AttributeError):  # not written by `datasets`
+        return None
+    return mode if isinstance(mode, str) else None
 
 
 def is_processor(given: Any) -> bool:
@@ -100,6 +125,9 @@ def check_supported(options: Options, names: Mapping[str, str], **own: Any) -> N
 
 
 NAMES = tuple(ImageOptions.__dataclass_fields__)
+
+_OWN = frozenset("text images return_tensors return_dict padding padding_side truncation max_length".split())
+"""Arguments of a processor's calls that say how its result is to look."""
 
 _OF_VERL = ("image_key", "mm_processor_kwargs")
 

@@ -24,7 +24,7 @@ Place = tuple[str, int]
 _MOST_THREADS = 16
 _MOST_AHEAD = 4  # batches
 _TRIED = (((56, 84),), ((140, 31), (56, 84)))  # heights and widths of images, of each row
-_OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "special_tokens_mask")
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")  # how such names end
 
 
 class Pixels:
@@ -71,7 +71,7 @@ class Pixels:
     def _made(self, images: Sequence[Sequence[Any]], with_text: bool) -> dict[str, Any]:
         text = {"text": [image_token_of(self._processor) * len(some) for some in images]} if with_text else {}
         made = self._processor(**text, images=images, return_tensors="pt", padding=True, **self._kwargs)
-        return {name: value for name, value in made.items() if name not in _OF_TEXT}
+        return {name: value for name, value in made.items() if not name.endswith(_OF_TEXT)}
 
     def _same_without_text(self) -> bool:
         """Whether the processor makes the same of images without text, which would take a tenth of its time."""

@@ -8,13 +8,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
 
-from gpuload.core.errors import TokenizerError
+from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.kinds.images.cached import ImageColumns, as_json
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
 from gpuload.media.dry_run import apart, call, ids_of
-from gpuload.media.headers import decode
+from gpuload.media.headers import ImageError, decode
 from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
@@ -43,6 +43,27 @@ class ProcessorReference(Reference):
         given = others.pop("chat_template", "default")
         super().__init__(tokenizer, chat_template=_template(processor, given), **others)
         self.name = getattr(tokenizer, "name_or_path", "") or type(processor).__name__
+        self._check_kwargs()
+
+    def _check_kwargs(self) -> None:
+        """Checks that no argument of the template is one for the images, as which transformers would use it."""
+        given = self.call.kwargs
+        if self.sanitizes:
+            raise OptionError(
+                "apply_chat_template_kwargs.sanitize_control_tokens is not supported for data with images: remove it"
+            )
+        if "processor_kwargs" in given:
+            raise OptionError(
+                "apply_chat_template_kwargs.processor_kwargs: pass its values as mm_processor_kwargs={...} instead"
+            )
+        image_processor, template = getattr(self.processor, "image_processor", None), self.template_text
+        known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
+        for name in given:
+            if (name in known or hasattr(image_processor, name)) and name not in template:
+                raise OptionError(
+                    f"apply_chat_template_kwargs.{name} is for the images: pass "
+                    f"mm_processor_kwargs={{{name!r}: {given[name]!r}}} instead"
+                )
 
     @cached_property
     def called(self) -> Any:
@@ -67,8 +88,22 @@ class ProcessorReference(Reference):
         )
 
     def images_of(self, row: Any) -> list[Any]:
-        """The decoded images of a row."""
-        return [decode(each.read(), self.images.turns) for each in media_of_row(row)]
+        """The decoded images of a row.
+
+        Raises:
+            ImageError: one cannot be read or decoded.
+        """
+        found = []
+        for number, each in enumerate(media_of_row(row)):
+            try:
+                found.append(decode(each.read(), self.images.turns))
+            except ImageError as error:
+                name = "" if each.path is None else f" ({each.path!r})"
+                raise ImageError(f"image {number}{name}: {error}") from error
+        return found
+
+    def is_unreadable(self, error: Exception) -> bool:
+        return isinstance(error, ImageError)
 
     def ids_of_text(self, text: str, images: list[Any]) -> list[int]:
         """What the processor makes of a rendered text."""
