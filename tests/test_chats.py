@@ -173,6 +173,8 @@ def test_arguments_of_rows_are_those_of_trl(qwen: Any) -> None:
     ("own", "reason"),
     [
         ({"tokenize": True}, "chat_template_kwargs has tokenize, which gpuload sets"),
+        ({"sanitize_control_tokens": True}, "chat_template_kwargs has sanitize_control_tokens, which gpuload sets"),
+        ({"truncation": True, "max_length": 5}, "chat_template_kwargs has truncation, max_length, which gpuload sets"),
         ("enable_thinking", "chat_template_kwargs is not valid JSON"),
         ('"enable_thinking"', "chat_template_kwargs is str, not an object"),
     ],
@@ -181,6 +183,22 @@ def test_arguments_of_rows_that_cannot_be_used(qwen: Any, own: Any, reason: str)
     rows = [{"messages": chat("Hi", "Hello!"), "chat_template_kwargs": own}]
     with pytest.raises(DataError, match=reason):
         gpuload.load_chats(pa.Table.from_pylist(rows), qwen)
+
+
+def test_arguments_of_rows_that_change_nothing(qwen: Any) -> None:
+    """As all rows have, where the column is a struct."""
+    own = {"enable_thinking": False, "padding": None, "sanitize_control_tokens": False}
+    rows = [{"messages": chat("Hi", "Hello!"), "chat_template_kwargs": own}]
+    assert len(gpuload.load_chats(pa.Table.from_pylist(rows), qwen)) == 1
+
+
+def test_messages_without_a_template(qwen: Any) -> None:
+    rows = {"messages": [chat("Hi", "Hello!")]}
+    pairs = {"prompt": [chat("Hi", "Hello!")[:1]], "chosen": [chat("Hi", "a")[1:]], "rejected": [chat("Hi", "b")[1:]]}
+    for load, data in ((gpuload.load_chats, rows), (gpuload.load_pairs, pairs)):
+        with pytest.raises(OptionError, match="chat_template=None is for texts: data in the format .* has messages"):
+            load(pa.table(data), qwen, chat_template=None)
+    assert len(gpuload.load_chats(pa.table({"text": ["a"]}), qwen, chat_template=None)) == 1
 
 
 def test_tools_and_tool_calls(qwen: Any) -> None:

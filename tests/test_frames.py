@@ -220,6 +220,15 @@ def test_rows_of_a_stream(qwen: Any) -> None:
     assert found.tokens.to_lists() == gpuload.load(TABLE, qwen).tokens.to_lists()
 
 
+def test_formats_of_datasets(qwen: Any) -> None:
+    """Columns that a format hides are not there; what a function would make of rows is an error."""
+    data = datasets.Dataset.from_dict({"prompt": [user("a")], "other": [1]})
+    assert gpuload.load(data.with_format("numpy", columns=["prompt"]), qwen).passed_through.names == []
+    assert gpuload.load(data.with_format("torch"), qwen).passed_through.names == ["other"]
+    with pytest.raises(SourceError, match="has a transform .*, which is not applied here: make its rows with map"):
+        gpuload.load(data.with_transform(lambda rows: rows), qwen)
+
+
 def test_files_are_no_frame() -> None:
     assert not any(map(is_frame, ["a.parquet", b"a", ["a.parquet"], ("a",), iter(["a"])]))
 

@@ -127,6 +127,25 @@ def test_what_is_no_mark(qwen: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("mark", [{"train": "false"}, {"loss": "False"}, {"weight": "0"}, {"loss_mask": "1"}])
+def test_truth_values_as_texts_are_marks_that_are_wrong(qwen: Any, mark: dict[str, str]) -> None:
+    """Where all marks are such, answers that are marked out would otherwise be learned."""
+    rows = [{"messages": [user("Hi"), answer("Hello!", **mark)]}, {"messages": [user("Hi"), answer("Hello!")]}]
+    ((name, value),) = mark.items()
+    found = load_json(rows, qwen, strict=False)
+    assert (len(found), [*found.report.rejected]) == (1, [wrong_mark(name, value)])
+    assert "format: messages, loss on marked" in found.report.notes
+    assert len(load_json(rows, qwen, loss_on="assistant")) == 2
+    kind = pa.list_(pa.struct([(each, pa.string()) for each in ("role", "content", name)]))
+    found = gpuload.load_chats(pa.table({"messages": pa.array([row["messages"] for row in rows], kind)}), qwen)
+    assert (len(found), sum(found.report.rejected.values())) == (1, 1)
+
+
+def wrong_mark(name: str, value: str) -> str:
+    what = "a weight is 0 or a positive number of float32" if name == "weight" else "a mark is true, false, 1 or 0"
+    return f"{name} of message 1 is {value!r}: {what}{REMEDY}"
+
+
 def test_marks_of_other_roles_mean_nothing(qwen: Any) -> None:
     rows = [{"messages": [user("Hi", loss=1, weight="80 kg"), answer("Hello!", loss=1)]}]
     found = load_json(rows, qwen)

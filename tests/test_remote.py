@@ -1,5 +1,7 @@
 """Remote parquet files that are read where they are, with a store on disk: real servers on loopback."""
 
+import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,20 @@ def test_json_and_damaged_files_are_downloaded(s3: Any, write: Callable[..., str
     s3.put_object(Bucket="bucket", Key="half.parquet", Body=Path(rows(write)).read_bytes()[:1000])
     with pytest.raises(SourceError, match=r"s3://bucket/half.parquet: truncated parquet file"):
         gpuload.load("s3://bucket/half.parquet", qwen, store="disk")
+
+
+@pytest.mark.parametrize("place", ["memory", "zip"])
+def test_a_file_that_has_changed_and_kept_its_size(place: str, qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    """What a file system says of the version of a file has another name in each of them."""
+    archive, url = tmp_path / "x.zip", "memory://changing.jsonl"
+    for text in ("old", "new"):
+        row = json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n"
+        if place == "memory":
+            fsspec.filesystem("memory").pipe("/changing.jsonl", row.encode())
+        else:
+            url = f"zip://in/*.jsonl::{archive}"
+            with zipfile.ZipFile(archive, "w") as made:
+                made.writestr("in/a.jsonl", row)
+        prompts = gpuload.load(url, qwen, return_raw_chat=True)
+        assert prompts[0]["raw_prompt"][0]["content"] == text
+    MemoryFileSystem.store.clear()

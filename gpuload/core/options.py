@@ -50,13 +50,13 @@ _OF_LOADERS = frozenset(
 
 # Arguments of `apply_chat_template` that are not variables of the template and would change the type or shape of its
 # result: the loader sets them.
-_SET_BY_LOADER = {
+SET_BY_LOADER = {
     "tokenize": "",
     "return_dict": "",
     "return_tensors": "",
     "padding": "use the loader's padding option",
-    "truncation": "use the truncation option",
-    "max_length": "use the max_prompt_length option",
+    "truncation": "use the option truncation, or overlong for data to train on",
+    "max_length": "use the option max_prompt_length, or max_length for data to train on",
     "chat_template": "use the chat_template option",
     "conversation": "",
     "messages": "",
@@ -229,7 +229,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"apply_chat_template_kwargs: {key!r:.80} is not the name of an argument: expected a string"
             )
-    for key, remedy in _SET_BY_LOADER.items():
+    for key, remedy in SET_BY_LOADER.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
 

@@ -73,6 +73,15 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     )
 
 
+def check_template(options: Options, format: str) -> None:
+    """Checks that data of a format with messages has a template; an `OptionError` if not."""
+    if options.chat_template is None:
+        raise OptionError(
+            f"chat_template=None is for texts: data in the format {format} has messages, which a template renders: "
+            "remove it"
+        )
+
+
 def training_engine(options: Options, reference: Any, exact_only: bool, on_host: type[HostEngine]) -> Engine:
     """The engine of a load of data to train on. For the arguments see `choose_engine`."""
 

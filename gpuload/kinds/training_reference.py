@@ -12,13 +12,17 @@ from typing import Any
 
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.memory import room_to_encode
-from gpuload.core.options import Normalize
+from gpuload.core.options import SET_BY_LOADER, Normalize
 from gpuload.kinds.normalize import normalized, takes_objects
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import RESERVED, TemplateCall
 
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns with arguments of `apply_chat_template` for each row. Tools may be JSON text."""
+
+
+_OF_LOADS = (*SET_BY_LOADER, "continue_final_message", "sanitize_control_tokens", "return_assistant_tokens_mask")
+"""Further arguments that a row cannot set: all rows are rendered and encoded in one way."""
 
 
 class TrainingReference(Reference):
@@ -160,6 +164,7 @@ def own_problem(row: Any) -> str | None:
     if own is not None and not isinstance(own, dict):
         return f"chat_template_kwargs is {type(own).__name__}, not an object"
     taken = [name for name in RESERVED if name != TOOLS and name in (own or ())]
+    taken += [name for name in _OF_LOADS if name not in taken and (own or {}).get(name) not in (None, False)]
     return f"chat_template_kwargs has {', '.join(taken)}, which gpuload sets" if taken else None
 
 

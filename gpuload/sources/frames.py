@@ -135,8 +135,14 @@ def _table_of(frame: Any, kind: str | None) -> pa.Table:
         return _streamed(frame)
     if kind == "pyarrow.Table":
         return frame
+    form = getattr(frame, "format", {})
+    if form.get("type") == "custom":  # a function that makes rows when they are read
+        raise SourceError(
+            "the datasets.Dataset has a transform (set_transform, with_transform), which is not applied here: make its "
+            "rows with map, or remove it with reset_format"
+        )
     # One that was filtered or shuffled is its table and a list of row numbers.
-    frame = frame.with_format(None)
+    frame = frame.with_format(None).select_columns(form.get("columns", frame.column_names))
     return (frame if getattr(frame, "_indices", None) is None else _flattened(frame)).data.table
 
 

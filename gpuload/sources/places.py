@@ -14,8 +14,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 # The keys under which fsspec's file systems report a file's version.
 _VERSION_KEYS = (
-    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id"),
+    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "CRC", "sha", "md5", "checksum"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "modify", "updated"),
+    *("modified", "last_write_time", "date_time", "created"),
 )
 _Result = TypeVar("_Result")
 

@@ -24,6 +24,8 @@ from gpuload.template.program import Shape
 
 KEYS = ("loss", "loss_mask", "step_loss_mask", "train", "training", "weight")
 
+_TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "0", "1", "0.0", "1.0"))
+
 OTHERS = ("system", "developer", "user", "tool", "function", "ipython", "observation", "environment", None)
 """Roles whose messages are never answers."""
 
@@ -41,8 +43,11 @@ def is_mark(value: Any) -> bool:
 
 
 def is_likely_mark(key: str, value: Any) -> bool:
-    """Whether a key of a message that nobody has explained is a mark: a weight may be any number, whereas a loss that
-    is no truth value may be one that was measured."""
+    """Whether a key of a message that nobody has explained is a mark, or is meant as one: a weight may be any number,
+    whereas a loss that is no truth value may be one that was measured. Rows with a truth value as text are then
+    dropped, see `mark_problem`, and not learned as if they had no mark."""
+    if isinstance(value, str):
+        return value.strip().lower() in _TRUTH_VALUES
     return is_mark(value) or (key == "weight" and isinstance(value, int | float))
 
 

@@ -31,7 +31,13 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.kinds.served.rows import not_learned, served_rows, useless_conversations
 from gpuload.kinds.served.stored import Headers, served_sizes
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    check_template,
+    training_engine,
+    training_options,
+)
 from gpuload.pipeline.kind import Finder, Kind, warn_of_replaced
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
@@ -92,6 +98,8 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
         found = self._format_of(filled)
         if all(is_plain(found, source.schema) for source in filled):
             options = replace(options, chat_template=None)
+        else:
+            check_template(options, found)
         if self.as_served and (found not in LOSS_ON or options.chat_template is None):
             raise OptionError(
                 f"turns='served' is for conversations: data in the format {found} is text that no template renders"

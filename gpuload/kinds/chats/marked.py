@@ -12,7 +12,7 @@ from gpuload.core.errors import DataError
 from gpuload.core.marks import MOST_WEIGHTS
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
-from gpuload.sources.types import JSON_TYPE, fields_of
+from gpuload.sources.types import JSON_TYPE, fields_of, is_text
 from gpuload.template.loss_marks import KEYS, OTHERS, is_likely_mark, marks_of, weight_of
 
 _ASSISTANTS = {"role": ("assistant",), "from": ("gpt", "assistant", "function_call")}
@@ -84,7 +84,7 @@ def _fields(kind: pa.DataType) -> list[str]:
     """The fields of messages that may be marks."""
     names = [key for key in KEYS if key in fields_of(kind)]
     kinds = {key: kind.value_type.field(key).type for key in names}
-    tests = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
+    tests = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, is_text)
     return [key for key in names if any(test(kinds[key]) for test in tests)]
 
 

@@ -23,7 +23,13 @@ from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    check_template,
+    training_engine,
+    training_options,
+)
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind, warn_of_replaced
 from gpuload.reference.reference import Reference
@@ -88,6 +94,8 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         # No template renders data that is all text.
         if all(is_text(source.schema.field(name).type) for source in filled for name in found[0].columns):
             options = replace(options, chat_template=None)
+        else:
+            check_template(options, name)
         own = {field.name for field in pair_fields(objective)} - {LABEL}  # labels are those of the file
         of_other_rows = [f"KL_{name}" for name in layout_of(objective).planes] if objective == "kto" else []
         warn_of_replaced(filled, self.hidden | own | {*of_other_rows})
