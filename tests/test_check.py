@@ -19,7 +19,7 @@ from gpuload.cli.main import main
 from gpuload.core.errors import DataError, OptionError
 from gpuload.inspect.checks.findings import RULES, CheckRule, Finding
 from gpuload.inspect.checks.lines import kept_by, lines_for, suggested_limit
-from gpuload.inspect.checks.run import Checked
+from gpuload.inspect.checks.run import Checked, checked
 from gpuload.sources import footer
 
 QWEN3 = (
@@ -362,8 +362,8 @@ def test_rows_with_images_are_not_compared_by_8_grams(qwen: Any, tmp_path: Path)
         return lines(tmp_path / name, [{"messages": chat(f"<image>{start} {question(1)}"), "images": images}])
 
     train, test = written("a.jsonl", "one", ["a.png"]), written("b.jsonl", "other", ["b.png"])
-    assert found(test, qwen, against=train) == {}
-    assert found([test, train], qwen) == {}
+    assert set(found(test, qwen, against=train)) == {"images not counted"}
+    assert set(found([test, train], qwen)) == {"images not counted"}
     no_image = lines(tmp_path / "c.jsonl", [{"messages": chat(f"third {question(1)}")}])
     assert found(no_image, qwen, against=train) == {}
     assert set(found(no_image, qwen, against=no_image)) == {"also elsewhere"}
@@ -382,6 +382,21 @@ def test_a_single_row_group(qwen: Any, tmp_path: Path, monkeypatch: pytest.Monke
     hit = found(file, qwen)["one row group"]
     assert (hit.level, hit.rows, hit.count) == ("info", [], 1)
     assert hit.remedy.startswith("rewrite the file with several, pq.write_table(")
+
+
+def test_images_are_not_counted(qwen: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "a.parquet")
+    table = pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "q <image>"}]}] * 4)
+    for column, seen in ((pa.nulls(4), False), (pa.array([[b"x"]] * 4), True)):
+        pq.write_table(table.append_column("images", column), file)
+        checked_file = checked(file, qwen)
+        assert (lines_for(checked_file, "verl", None) == []) == seen
+        hits = {each.check: each for each in checked_file.findings}
+        assert ("images not counted" in hits) == seen
+    hit = hits["images not counted"]
+    assert (hit.level, hit.counted, hit.example) == ("warning", "1 file", f"{file}: column 'images'")
+    assert "no limit is suggested" in kept_by(checked_file, "verl", None)
+    assert "data.max_prompt_length=99" in lines_for(checked_file, "verl", 99)
 
 
 # -- clean files -----------------------------------------------------------------------------------------------------

@@ -166,6 +166,10 @@ RULES: Mapping[str, CheckRule] = {
         "prompts of which half of the 8-grams are in one prompt of another file",
         "look at both prompts: they may be the same question in other words",
     ),
+    "images not counted": CheckRule(
+        "files with a column of images, whose tokens are not counted: all lengths are those of the texts",
+        "load the files with a processor in the place of the tokenizer; gpuload inspect --images counts the tokens",
+    ),
     "one row group": CheckRule(
         "large parquet files that are one row group, which a single thread has to decode",
         "rewrite the file with several row groups",
@@ -173,6 +177,9 @@ RULES: Mapping[str, CheckRule] = {
     ),
 }
 """Name → check, in the order in which findings of one level are shown."""
+
+_OF_FILES = ("one row group", "images not counted")
+"""The checks that count files."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,7 @@ class Finding:
     @property
     def counted(self) -> str:
         """How many rows or files, in words."""
-        return counted(self.count, "files" if self.check == "one row group" else "rows")
+        return counted(self.count, "files" if self.check in _OF_FILES else "rows")
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as `gpuload check --json` prints it.

@@ -29,6 +29,8 @@ def suggested_limit(found: Checked, trainer: CheckedTrainer | None = None) -> in
 
 def kept_by(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> str:
     """Which rows a limit keeps; see `lines_for`."""
+    if found.images and limit is None:
+        return "no limit is suggested, because tokens of images are not counted, so there is nothing to paste"
     limit = limit or suggested_limit(found, trainer)
     if not len(found.lengths):
         return "no row can be loaded, so there is nothing to paste"
@@ -57,6 +59,8 @@ def _cuts(found: Checked, trainer: CheckedTrainer | None) -> bool:
 def lines_for(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> list[str]:
     """The lines to paste, for a trainer or, if None, for Python; none if all rows are dropped. Without a limit in
     tokens, one is suggested."""
+    if found.images and limit is None:
+        return []
     limit = limit or suggested_limit(found, trainer)
     endless = trainer == "slime" and found.kind == "chats"
     if _over(found, limit) == len(found.lengths) and not (len(found.lengths) and (endless or _cuts(found, trainer))):

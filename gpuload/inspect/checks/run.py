@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
@@ -54,6 +55,7 @@ class Checked:
     tools: bool = False  # the rows have a column of tools
     other_messages: bool = False  # a column `messages` is there, too, and is not the one that was checked
     weighted: bool = False  # answers have weights other than 0 and 1
+    images: bool = False  # there are images, whose tokens are not in `lengths`
 
     @property
     def passed(self) -> list[str]:
@@ -156,7 +158,7 @@ def checked(
     if labeled_format(job):  # a load asks for it
         given["format"] = found
     return Checked(
-        in_order([*run.collected.findings(), *_of_groups(job.sources)]),
+        in_order([*run.collected.findings(), *_of_groups(job.sources), *_of_images(job.sources)]),
         [source.name for source in job.sources],
         run.total,
         job.kind.name,
@@ -170,8 +172,11 @@ def checked(
         tools=any(TOOLS in replaced_columns(source) for source in job.sources),
         other_messages=key != "messages" and any("messages" in source.schema.names for source in job.sources),
         weighted=bool(getattr(job.kind, "weights", ())),
+        images=any(map(_images_in, job.sources)),
     )
 
+
+_IMAGES = ("images", "image")  # columns of trainers' data
 
 _COLUMNS = {"sharegpt": "conversations", "text": "text"}
 """Format of chats → the column with the messages or the text, if it has another name than `messages`."""
@@ -326,6 +331,18 @@ def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int],
         return f"{name}row {row - int(starts[file])}"
 
     return place
+
+
+def _images_in(source: Source) -> str | None:
+    """The column of a source that has images."""
+    names = (name for name in _IMAGES if name in source.schema.names)
+    return next((name for name in names if not pa.types.is_null(source.schema.field(name).type)), None)
+
+
+def _of_images(sources: Sequence[Source]) -> Iterator[Finding]:
+    found = [f"{source.name}: column {name!r}" for source in sources if (name := _images_in(source))]
+    if found:
+        yield finding("images not counted", [], len(found), len(sources), found[0])
 
 
 def _of_groups(sources: Sequence[Source]) -> Iterator[Finding]:
