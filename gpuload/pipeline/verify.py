@@ -124,7 +124,7 @@ class Verifier:
         if self._mode == "off":
             return np.zeros(0, np.int64)
         # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
-        before = self.check.rows
+        compared: list[int] = []
         self._began, self._spent, self._shapes = time.thread_time(), self.check.seconds, None
         rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(prompts, text)
         if len(rows):
@@ -133,12 +133,14 @@ class Verifier:
                 if self._mode == "sample" and self.check.rows and self._time_is_over():
                     break
                 with room_to_encode(int(text.sizes[row]), place(row)):
-                    self._compare(place(row), prompt, found[int(at)].tolist())
+                    if not self._compare(place(row), prompt, found[int(at)].tolist()):
+                        continue
+                compared.append(int(row))
                 if self._shapes is not None and row < len(self._shapes.shapes):
                     self.shapes[int(self._shapes.shapes[row])] = True
         self.check.seconds = self._spent + time.thread_time() - self._began
         self.check.count_shapes(self.shapes)
-        return rows[: self.check.rows - before]
+        return np.array(compared, np.int64)
 
     def _time_is_over(self, share: float = 1.0) -> bool:
         """Whether the seconds that may be spent by now, or a share of them, are spent."""
@@ -234,8 +236,8 @@ class Verifier:
         self._searched_bytes -= int(sizes[candidates].sum())
         return candidates
 
-    def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
-        self.check.rows += 1
+    def _compare(self, place: str, prompt: Prompt, found: list[int]) -> bool:
+        """Compares one row; False if that is not possible."""
         try:
             if self._mode == "full":
                 expected, found = self._reference.compared(prompt, found)
@@ -245,13 +247,14 @@ class Verifier:
             raise
         except Exception as error:  # then the load by the tokenizer itself rejects the row
             if self._reference.is_unreadable(error):
-                self.check.rows -= 1
                 self.check.unreadable.append(f"{place}: {error}")
-                return
+                return False
             self.check.mismatches.append(f"{place}: the tokenizer rejects it: {rejection(error)}")
-            return
-        if expected != found:
-            self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
+        else:
+            if expected != found:
+                self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
+        self.check.rows += 1
+        return True
 
 
 def _shortest(sizes: Rows, groups: Rows, count: int) -> Rows:
