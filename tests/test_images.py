@@ -188,6 +188,20 @@ def test_images_that_no_rule_understands_are_for_the_processor(count: int, monke
     assert found.batch([0, count])["image_grid_thw"].shape == (2, 3)
 
 
+def test_batches_of_a_processor_that_is_run_row_by_row() -> None:
+    """They say which tokens stand for images, as the processor does; with its inputs, they have the grids, too."""
+    processor = BUILDERS["qwen2_5_vl"]()
+    processor.image_processor.do_resize = False  # which only images of some sizes fit
+    rows = [("<image> a", None, [encoded(picture(56, 84), "PNG")]), ("b", None, [])]
+    for media, more in (("reference", set()), ("inputs", {"image_grid_thw", "pixel_values"})):
+        prompts = load(table_of(rows), processor, media=media)
+        assert "itself, row by row" in prompts.report.engine
+        batch = prompts.batch([0, 1])
+        assert {"image_grid_thw", "pixel_values"} & batch.keys() == more
+        assert batch["mm_token_type_ids"].equal((batch["input_ids"] == processor.image_token_id).long())
+        assert batch["mm_token_type_ids"].sum() == 6
+
+
 # -- images ----------------------------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,13 @@ class ImageEngine(HostEngine):
             understood = isinstance(error, NotUnderstoodError)
             return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
 
+    def type_ids_without_rule(self) -> tuple[str, tuple[int, ...]] | None:
+        """As `type_ids`, for a processor that is run row by row."""
+        try:
+            return type_ids(self._reference, image_token_of(self._reference.called))
+        except Exception:  # whatever a processor raises for a prompt that is not of its model
+            return None
+
     def _new_program(self) -> "ChatProgram":
         from gpuload.template.compiler import known_program  # loads from the token cache do without
 

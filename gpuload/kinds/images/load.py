@@ -115,7 +115,7 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
     """
     rule = None if engine.by_prompt else engine.rule
     if rule is None:
-        return ImageFacts(key)
+        return ImageFacts(key, type_ids=engine.type_ids_without_rule())
     processor = engine.reference.processor
     ids = image_ids_of(processor) or ()
     facts = ImageFacts(key, type_ids=engine.type_ids, image_ids=ids, merge=merge_of(processor) if ids else None)
