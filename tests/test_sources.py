@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -865,3 +866,23 @@ def test_what_is_loaded_from_s3_equals_what_is_loaded_from_the_local_files(
     assert remote.tokens.values.tolist() == local.tokens.values.tolist()
     assert remote.tokens.offsets.tolist() == local.tokens.offsets.tolist()
     assert remote.report.files == ["s3://bucket/train/part-0.parquet", "s3://bucket/train/part-1.parquet"]
+
+
+def test_packed_files_in_a_directory_are_named(qwen: Any, tmp_path: Path) -> None:
+    row = json.dumps({"prompt": [{"role": "user", "content": "a"}]}) + "\n"
+    for name in ("a.jsonl", "b.jsonl.gz", "c.ndjson", "notes.txt", ".d.jsonl.gz", "e.png"):
+        (tmp_path / name).write_text(row)
+    with pytest.warns(UserWarning, match=r"b.jsonl.gz and 1 more are not read: unpack or rename what is data"):
+        assert len(gpuload.load(str(tmp_path), qwen)) == 1
+    (tmp_path / "b.jsonl.gz").unlink()
+    with pytest.warns(UserWarning, match="c.ndjson is not read"):
+        assert len(gpuload.load(str(tmp_path), qwen)) == 1
+
+
+@pytest.mark.parametrize("inner", ["in/a.jsonl", "in/*.jsonl", "in"])
+def test_files_in_archives(inner: str, qwen: Any, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as made:
+        made.writestr("in/a.jsonl", json.dumps({"prompt": [{"role": "user", "content": "a"}]}) + "\n")
+    assert len(gpuload.load(f"zip://{inner}::{tmp_path}/x.zip", qwen)) == 1
+    with pytest.raises(SourceError, match=r"zip://in/b.jsonl::"):
+        gpuload.load(f"zip://in/b.jsonl::{tmp_path}/x.zip", qwen)

@@ -12,7 +12,9 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 _IN_FOLDERS = (".parquet", ".json", ".jsonl")  # other folders than those of `save_to_disk` have results of `map`, too
+_PACKED = re.compile(r"\.(ndjson|(jsonl?|parquet)\.(gz|bz2|xz|zstd?|lz4|br))$", re.IGNORECASE)  # other names of data
 _WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
 _TAIL = 1 << 20  # bytes at the end of a copy that are examined
 _NAME_LENGTH = 48  # characters of a remote file's name in its copy's name: file systems allow 255 bytes
@@ -164,6 +167,7 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
     if (saved := saved_files(folder, name)) is not None:
         return [_file(path, str(path)) for path in saved]
     found: list[Path] = []
+    packed: list[str] = []
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -174,15 +178,21 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
         real = os.path.realpath(parent)
         folders[:] = [] if real in seen else sorted(filter(_is_data, folders))
         if real not in seen:
+            packed += [str(Path(parent, file)) for file in names if _is_data(file) and _PACKED.search(file)]
             found += [Path(parent, file) for file in names if _is_data(file) and _ending(file) in _IN_FOLDERS]
         seen.add(real)
     if not found:
         raise SourceError(f"{_printable(name)}: no {', '.join(_IN_FOLDERS)} file in this directory or below it")
+    if packed:
+        some = f"{_printable(min(packed))} and {len(packed) - 1:,} more are" if len(packed) > 1 else f"{packed[0]} is"
+        warnings.warn(
+            f"gpuload: {some} not read: unpack or rename what is data: gpuload reads {', '.join(FORMATS)}", stacklevel=2
+        )
     return [_file(path, str(path)) for path in sorted(found)]
 
 
 def _is_data(name: str) -> bool:
-    """Whether a file or folder inside a folder is read. As in Spark and `datasets`, hidden ones are not."""
+    """Whether a file or folder inside a folder is read. As in Spark, hidden ones are not."""
     return not name.startswith((".", "_"))
 
 
@@ -202,8 +212,11 @@ def _hint(path: Path) -> str:
 
 
 def _ending(name: str) -> str:
-    path = name.partition("?")[0] if is_url(name) else name
-    return os.path.splitext(path)[1].lower()
+    if not is_url(name):
+        return os.path.splitext(name)[1].lower()
+    # Of URLs in a chain, such as zip://a.jsonl::s3://bucket/b.zip, the first one that has a path names the file.
+    path = next((part for part in name.split("::") if "://" in part), name)
+    return os.path.splitext(path.partition("?")[0])[1].lower()
 
 
 def _format(name: str) -> str:
