@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from gpuload.core.errors import SourceError
 from gpuload.core.files import cache_root, replacing
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.sources.arrow_files import saved_files
 from gpuload.sources.urls import is_url, reason_of, without_secrets
 
@@ -184,9 +185,10 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
     if not found:
         raise SourceError(f"{_printable(name)}: no {', '.join(_IN_FOLDERS)} file in this directory or below it")
     if packed:
-        some = f"{_printable(min(packed))} and {len(packed) - 1:,} more are" if len(packed) > 1 else f"{packed[0]} is"
         warnings.warn(
-            f"gpuload: {some} not read: unpack or rename what is data: gpuload reads {', '.join(FORMATS)}", stacklevel=2
+            f"gpuload: not read: {counted(len(packed), 'files')}, such as {_printable(min(packed))}: unpack or rename "
+            f"what is data: gpuload reads {', '.join(FORMATS)}",
+            stacklevel=2,
         )
     return [_file(path, str(path)) for path in sorted(found)]
 
