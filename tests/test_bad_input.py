@@ -234,7 +234,10 @@ def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: st
         ({"device": "gpu"}, "device='gpu': expected 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ({"strict": "yes"}, "strict='yes': expected True or False"),
         ({"apply_chat_template_kwargs": 5}, "apply_chat_template_kwargs=5: expected a mapping"),
-        ({"apply_chat_template_kwargs": {"max_length": 5}}, "max_length is set by the loader: use the max_prompt"),
+        (
+            {"apply_chat_template_kwargs": {"max_length": 5}},
+            "max_length is set by the loader: use the option max_prompt",
+        ),
         ({"prompt_key": ""}, "prompt_key=''"),
     ],
 )

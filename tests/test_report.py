@@ -308,4 +308,5 @@ def test_the_schema_of_the_report() -> None:
         "text_bytes tokens shortest longest seconds overlapping counts check from_cache into_cache cache"
     ).split()
     assert list(asdict(Report([], 1))) == names
-    assert list(asdict(Check())) == ["rows", "earlier", "seconds", "mismatches", "shapes", "shapes_not_compared"]
+    names = ["rows", "earlier", "seconds", "mismatches", "shapes", "shapes_not_compared", "unreadable"]
+    assert list(asdict(Check())) == names

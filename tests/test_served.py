@@ -378,7 +378,7 @@ def test_wrong_options(qwen: Any) -> None:
         ({"device": "cuda"}, "made on the CPU"),
         ({"thinking": "<think>"}, "open and close"),
         ({"missing_reasoning": "x"}, "missing_reasoning"),
-        ({"chat_template": None}, "turns='served'"),
+        ({"chat_template": None}, "chat_template=None is for texts"),
     ):
         with pytest.raises(OptionError, match=why):
             load(qwen, [MESSAGES], **options)

@@ -26,9 +26,9 @@ class Check:
     earlier: int = 0  # how many rows were compared, without a difference, when cached tokens were made
     seconds: float = 0.0  # CPU time spent
     mismatches: list[str] = field(default_factory=list)  # one sentence for each row that differs
-    unreadable: list[str] = field(default_factory=list)  # one sentence for each row that could not be compared
     shapes: int = 0  # how many different ones the rows have: the roles of their messages, and the fields of these
     shapes_not_compared: int = 0  # how many of them have no row that was compared
+    unreadable: list[str] = field(default_factory=list)  # one sentence for each row that could not be compared
 
     def count_shapes(self, shapes: Mapping[int, bool]) -> None:
         """Counts shapes: number of a shape → whether a row of it was compared."""
@@ -164,6 +164,7 @@ class Report:
         self.check.shapes_not_compared = max(self.check.shapes_not_compared, other.check.shapes_not_compared)
         self.check.seconds = max(self.check.seconds, other.check.seconds)
         self.check.mismatches += other.check.mismatches
+        self.check.unreadable += other.check.unreadable
         self.notes += [note for note in other.notes if note not in self.notes]
         for mine, theirs in ((self.from_cache, other.from_cache), (self.into_cache, other.into_cache)):
             mine[:] = [name for name in self.files if name in mine or name in theirs]
