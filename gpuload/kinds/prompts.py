@@ -60,7 +60,7 @@ class PromptKind(Kind["PromptDataset"]):
                 check_prompts(source, options.prompt_key)
         more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
         keys = _KEYS | {key for key, given in more.items() if given}
-        warn_of_replaced(sources, keys - {options.prompt_key})
+        warn_of_replaced((source.schema for source in sources), keys - {options.prompt_key})
         if self.turns == "served":
             from gpuload.kinds.served.prompts import prompts_of_turns  # most loads do not need it
 

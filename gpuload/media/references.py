@@ -185,6 +185,11 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
+def image_name(number: int, path: str | None) -> str:
+    """An image of a row in messages."""
+    return f"image {number}" if path is None else f"image {number} ({path!r})"
+
+
 def as_list(value: Any) -> Sequence[Any]:
     """The images of a row, of which a column may have one or several."""
     if value is None:

@@ -6,7 +6,7 @@ of, how the row is tokenized, which limit it has, and what the result is. The pi
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import pyarrow as pa
@@ -171,11 +171,12 @@ class Kind(Generic[Dataset]):
         """The result of a load."""
 
 
-def warn_of_replaced(sources: Sequence[Source], keys: Set[str]) -> None:
-    """Warns of columns of files with the names `keys`, which rows do not pass through; called by `Kind.resolve`."""
-    if replaced := sorted({name for source in sources for name in source.schema.names} & keys):
+def warn_of_replaced(schemas: Iterable[pa.Schema], keys: Set[str], stacklevel: int = 6) -> None:
+    """Warns of columns of files with the names `keys`, which rows do not pass through; by default where `Kind.resolve`
+    does so."""
+    if replaced := sorted({name for schema in schemas for name in schema.names} & keys):
         warnings.warn(
             f"gpuload: columns {', '.join(replaced)} are replaced or left out: rows, batches or trainers have keys "
             "with these names. Rename these columns if you need them",
-            stacklevel=6,  # the line that calls `load`
+            stacklevel=stacklevel,  # the line that calls `load`
         )

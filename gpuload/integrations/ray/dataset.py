@@ -9,7 +9,6 @@ The datasets are lazy: nothing is tokenized before Ray Data executes them.
 
 import pickle
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -33,7 +32,7 @@ from gpuload.kinds.served.options import ServedOptions
 from gpuload.kinds.served.prompts import check_conversations
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.training_options import TrainingDefaults
-from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.kind import Kind, warn_of_replaced
 from gpuload.pipeline.run import Job, open_job
 from gpuload.sources.columns import promoted
 
@@ -217,12 +216,7 @@ def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
     kind, reference, options = job.kind, job.reference, job.options
     own = [*(field for field in kind.fields if field.name != OF_OTHER_ROWS), ORIGIN]
     names = kind.hidden | {field.name for field in own}
-    if replaced := sorted((names - {LABEL}) & set(passed.names)):
-        warnings.warn(
-            f"gpuload: columns {', '.join(replaced)} are replaced or left out: rows, batches or trainers have keys "
-            "with these names. Rename these columns if you need them",
-            stacklevel=4,  # the line that calls `read_prompts`
-        )
+    warn_of_replaced([passed], names - {LABEL}, stacklevel=5)  # the line that calls `read_prompts`
     schema = pa.schema([*own, *(field for field in passed if field.name not in names)])
     if options.chat_template not in (None, "default"):
         options = replace(options, chat_template=reference.call.template)  # the text of a file on the driver's node

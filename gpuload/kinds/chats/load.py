@@ -114,7 +114,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
         columns = [(source, name) for source in filled for name in self._found_in(source).columns]
         weights = weights_in(columns) if wanted == "marked" else ()
-        warn_of_replaced(filled, self.hidden | ({"loss_weight"} if weights else set()))
+        warn_of_replaced((source.schema for source in filled), self.hidden | ({"loss_weight"} if weights else set()))
         return replace(self, format=found, loss_on=wanted, marks=marks, weights=weights), filled, options
 
     def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from PIL import Image
 from gpuload.core.errors import DataError
 from gpuload.media.dry_run import image_token_of
 from gpuload.media.headers import ImageError, decode, sample_of
-from gpuload.media.references import Media
+from gpuload.media.references import Media, image_name
 from gpuload.media.spool import Spool
 
 Place = tuple[str, int]
@@ -84,18 +84,17 @@ class Pixels:
         return wanted.keys() == found.keys() and all(_is_same(value, found[name]) for name, value in wanted.items())
 
     def _image(self, reference: Any, source: str, row: int, number: int) -> Any:
-        place = f"{source} row {row}: image {number}"
+        place = f"{source} row {row}: {image_name(number, reference['path'])}"
         try:
             if reference["offset"] is None:
                 data: Any = Media(path=reference["path"]).read()
                 if len(data) != reference["nbytes"] or sample_of(data) != reference["sample"]:
-                    raise DataError(f"{place} ({reference['path']!r}) has changed since the load. Load again")
+                    raise DataError(f"{place} has changed since the load. Load again")
             else:
                 data = self._spool.read(source, *(reference[name] for name in ("offset", "nbytes", "sample")))
             return decode(data, self._turns)
         except (ImageError, OSError) as error:
-            name = "" if reference["path"] is None else f" ({reference['path']!r})"
-            raise DataError(f"{place}{name} cannot be read any more: {error}") from error
+            raise DataError(f"{place} cannot be read any more: {error}") from error
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.training_reference import messages_in
 from gpuload.media.arrow import values_of
 from gpuload.media.headers import FileBytes, Header, ImageError, read_header, sample_of
-from gpuload.media.references import Media, NoFileError, Places, as_list, media_of
+from gpuload.media.references import Media, NoFileError, Places, as_list, image_name, media_of
 from gpuload.media.spool import Spool
 from gpuload.sources.batches import BATCH_BYTES, bounded
 from gpuload.sources.columns import to_python
@@ -192,8 +192,7 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
         except ImageError as error:
             if media is None:
                 media = Media(b"", given=error.given if isinstance(error, NoFileError) else None)
-            name = "" if media.path is None else f" ({media.path!r})"
-            found.append(FoundImage(media, None, f"image {number}{name}: {error}"))
+            found.append(FoundImage(media, None, f"{image_name(number, media.path)}: {error}"))
     return found
 
 

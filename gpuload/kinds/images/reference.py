@@ -15,6 +15,7 @@ from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
 from gpuload.media.dry_run import apart, call, ids_of
 from gpuload.media.headers import ImageError, decode
+from gpuload.media.references import image_name
 from gpuload.media.rule import ImageRule
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
@@ -98,8 +99,7 @@ class ProcessorReference(Reference):
             try:
                 found.append(decode(each.read(), self.images.turns))
             except ImageError as error:
-                name = "" if each.path is None else f" ({each.path!r})"
-                raise ImageError(f"image {number}{name}: {error}") from error
+                raise ImageError(f"{image_name(number, each.path)}: {error}") from error
         return found
 
     def is_unreadable(self, error: Exception) -> bool:

@@ -98,7 +98,7 @@ class PairKind(MessageOptions, Kind[PairDataset]):
             check_template(options, name)
         own = {field.name for field in pair_fields(objective)} - {LABEL}  # labels are those of the file
         of_other_rows = [f"KL_{name}" for name in layout_of(objective).planes] if objective == "kto" else []
-        warn_of_replaced(filled, self.hidden | own | {*of_other_rows})
+        warn_of_replaced((source.schema for source in filled), self.hidden | own | {*of_other_rows})
         return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
 
     def _found_in(self, source: Source) -> Format:

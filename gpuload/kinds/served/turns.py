@@ -10,8 +10,8 @@ For the assistant's message t of a conversation:
         all of the rest.
     (b) P ends with an opened thinking block, and without it is what R starts with. A is the reasoning, the closing
         literal and the rest of R.
-    (c) P ends with an empty thinking block, and R starts with what is before it, and goes on without one, as with the
-        larger models of Gemma 4. A is the rest of R.
+    (c) P ends with an empty thinking block, and R starts with what is before it, and goes on without one, as with
+        Gemma 4 31B. A is the rest of R.
     (d) Otherwise nothing is known about the answer, and the turn is not learned.
 
 Nothing here is fast. Verification and tests compare with it.
