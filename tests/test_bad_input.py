@@ -246,6 +246,12 @@ def test_nonsense_options(options: dict[str, Any], message: str, gsm8k: str, qwe
         gpuload.load(gsm8k, qwen, **options)
 
 
+@pytest.mark.parametrize("load", [gpuload.load, gpuload.load_chats, gpuload.load_pairs])
+def test_two_tokenizers(load: Any, gsm8k: str, qwen: Any) -> None:
+    with pytest.raises(OptionError, match="two tokenizers are given: pass one"):
+        load(gsm8k, qwen, tokenizer=qwen)
+
+
 def test_a_tokenizer_json_is_loaded_with_its_directory_or_alone(
     write: Callable[..., str], qwen: Any, qwen_folder: str, tmp_path: Path
 ) -> None:

@@ -166,6 +166,8 @@ def test_rows_truncated_at_their_start_are_packed_from_their_end(qwen: Any) -> N
         ({"batch_size": 2, "packing": "bfd", "pack_length": 0}, "0"),
         ({"batch_size": 2, "packing": "bfd", "max_tokens": 9}, "neither max_tokens"),
         ({"max_tokens": 5}, "row .* alone has"),
+        ({"batch_size": 2, "pack_length": 64}, "pack_length is for packs: pass packing too"),
+        ({"max_tokens": 500, "pack_length": 64}, "pack_length is for packs: pass packing too"),
         ({"max_tokens": 500, "padding": "longest"}, "padding: not an option of planned batches"),
         ({"batch_size": 2, "packing": "bfd", "rank": 2, "world_size": 2}, "rank=2"),
         ({"batch_size": 10**6, "packing": "bfd", "drop_last": True}, "leaves no batch"),

@@ -26,7 +26,7 @@ from tiers import core, exhaustive
 
 import gpuload
 from gpuload.core import backends
-from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.core.errors import DataError, NoRowsError, OptionError, PromptTooLongError
 from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
@@ -548,8 +548,15 @@ def test_errors_name_the_image(qwen: Any) -> None:
     data = encoded(picture(300, 90), "JPEG")
     with pytest.raises(DataError, match="row 0: image 1: JPEG of 90 x 300 pixels: it cannot be decoded"):
         load(table_of([("<image><image>", [], [data, data[:-40]])]), qwen, strict=True)
-    with pytest.raises(NoRowsError, match="image 0: it is no image that Pillow reads"):
+    with pytest.raises(NoRowsError, match="image 0: it is no image of a known format, JPEG, PNG, "):
         load(table_of([("<image>", [], [b"GIF is not this"])]), qwen)
+
+
+def test_the_error_for_a_long_row_does_not_advise_truncation(qwen: Any) -> None:
+    data = encoded(picture(300, 90), "JPEG")
+    prompts = load(table_of([("<image>", [], [data])]), qwen, max_prompt_length=9, filter_overlong_prompts=False)
+    with pytest.raises(PromptTooLongError, match="raise max_prompt_length, or set filter_overlong_prompts=True"):
+        prompts.batch([0])
 
 
 def assert_as_processor(rows: list[Any], processor: Any) -> None:

@@ -167,6 +167,31 @@ def test_rows_that_are_shared_out_are_those_of_one_batch(
     assert some.tokens.to_lists() == same.tokens.to_lists()
 
 
+def test_small_data_is_loaded_without_threads(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write([user("word " * (k % 7) + str(k)) if k % 11 else None for k in range(100)])
+
+    def no_thread(*_: Any) -> Any:
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr(stream, "ThreadPoolExecutor", no_thread)
+    found = gpuload.load(file, qwen, verify="full", token_cache=False)
+    assert not found.report.overlapping
+    assert set(found.report.seconds) >= {"read", "render", "encode"}
+    for name, size in (("_PIECE_ROWS", 99), ("_PIECE_BYTES", 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, name, size)
+            with pytest.raises(AssertionError, match="a thread was started"):
+                gpuload.load(file, qwen, verify="full", token_cache=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(stream, "_PIECE_ROWS", 99)
+    in_threads = gpuload.load(file, qwen, verify="full", token_cache=False)
+    assert set(in_threads.report.overlapping) >= {"read", "render", "encode"}
+    assert found.tokens.to_lists() == in_threads.tokens.to_lists()
+    assert found.report.rejected == in_threads.report.rejected
+
+
 TEMPLATE = """{% for m in messages %}{% if m.content.startswith('a') %}A{% elif 'b' in m.content %}B{% endif %}\
 {% if loop.last and m.content.endswith(' ') %}{{ m.content|wordcount }}{% else %}{{ m.content.strip() }}{% endif %}\
 <|im_end|>{% endfor %}"""

@@ -291,6 +291,14 @@ def nearest(name: str, known: set[str]) -> str:
     return f": did you mean {close[0]}?" if close else f"; expected one of {', '.join(sorted(known))}"
 
 
+def tokenizer_of(tokenizer: Any, given: dict[str, Any]) -> Any:
+    """The tokenizer of a load, which may be the keyword argument `tokenizer`; that one is removed from `given`."""
+    by_name = given.pop("tokenizer", None)
+    if tokenizer is not None and by_name is not None:
+        raise OptionError("two tokenizers are given: pass one, as the second argument or as tokenizer=")
+    return by_name if tokenizer is None else tokenizer
+
+
 def plain(value: Any) -> Any:
     """Converts mappings and sequences of a configuration library (OmegaConf and others) to dicts and lists. What Python
     has itself stays as it is: templates print a tuple, a range and an ordered dict in other ways than a list and a

@@ -67,6 +67,8 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
         passed_through: The other columns, one table per file schema.
     """
 
+    _truncates = True  # whether longer rows can be truncated
+
     def __init__(self, loaded: Loaded, layout: BatchLayout):
         self._store = loaded.tokens
         self._sizes = loaded.sizes
@@ -314,15 +316,23 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
         if self.options.truncation == "error":
             for number in numbers[self._lengths[numbers] > limit]:
                 file, place = self.origin(number)
-                raise prompt_too_long(f"row {number} ({file} row {place})", int(self._lengths[number]), limit)
+                row = f"row {number} ({file} row {place})"
+                raise prompt_too_long(row, int(self._lengths[number]), limit, self._truncates)
         return numbers
 
 
-def prompt_too_long(row: str, tokens: int, limit: int) -> PromptTooLongError:
-    """The error for a row that is longer than the limit, if `truncation="error"`."""
+def prompt_too_long(row: str, tokens: int, limit: int, truncates: bool = True) -> PromptTooLongError:
+    """The error for a row that is longer than the limit, if `truncation="error"`.
+
+    Args:
+        truncates: whether rows of this kind can be truncated.
+    """
+    long = f"{row} has {tokens} tokens, which exceeds max_prompt_length={limit}"
+    if not truncates:
+        return PromptTooLongError(f"{long}: raise max_prompt_length, or set filter_overlong_prompts=True")
     return PromptTooLongError(
-        f"{row} has {tokens} tokens, which exceeds max_prompt_length={limit}: raise max_prompt_length, set truncation "
-        "to 'left', 'right' or 'middle', or set filter_overlong_prompts=True"
+        f"{long}: raise max_prompt_length, set truncation to 'left', 'right' or 'middle', or set "
+        "filter_overlong_prompts=True"
     )
 
 

@@ -214,7 +214,8 @@ def _parsed(view: Any) -> Any:
     except Image.DecompressionBombError as error:
         raise ImageError(f"Pillow refuses it: {error!s:.160}") from None
     except UnidentifiedImageError:
-        raise ImageError(f"it is no image that Pillow reads (it begins with {bytes(view[:8])!r})") from None
+        known = ", ".join(formats())
+        raise ImageError(f"it is no image of a known format, {known} (it begins with {bytes(view[:8])!r})") from None
     except Exception as error:
         raise ImageError(f"its header cannot be read ({error!s:.120})") from error
 

@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,7 @@ from gpuload.core.arrays import Ragged, RowNumbers, offsets_of, on_host
 from gpuload.core.errors import DeviceError, GpuloadError, MismatchError, NoRowsError
 from gpuload.core.files import cache_root, remove_orphans
 from gpuload.core.memory import NoRoomError
-from gpuload.core.options import Options, Store, Verify
+from gpuload.core.options import Options, Store, Verify, tokenizer_of
 from gpuload.dataset.fingerprint import fingerprint
 from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
@@ -51,7 +50,7 @@ from gpuload.pipeline.parts import joined as joined_batches
 from gpuload.pipeline.ranks import Ranks, joined
 from gpuload.pipeline.remedies import add_remedies
 from gpuload.pipeline.room import choose_disk, fits_on_disk, row_bytes
-from gpuload.pipeline.stream import ahead, choose_rows, one_by_one, read, shared_out, side_by_side, wanted_order
+from gpuload.pipeline.stream import choose_rows, has_work_for_threads, passed_on, read, shared_out, wanted_order
 from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
@@ -133,8 +132,7 @@ def load_given(
     """
     started = time.perf_counter()
     given = dict(given)
-    by_name = given.pop("tokenizer", None)
-    tokenizer = by_name if tokenizer is None else tokenizer
+    tokenizer = tokenizer_of(tokenizer, given)
     with joined(given.get("distributed") is True):  # what fails on one rank fails on all
         parsed, options = kind.parse(given)
         return run(open_job(parsed, open_all(files, options), tokenizer, options, started), build_engine)
@@ -257,7 +255,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     looks = job.ranks is None or not job.ranks.rank
     finders = job.kind.finders(mode, job.reference, num_rows) if looks else ()
     with ExitStack() as stack:
-        stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options), num_rows))
+        nbytes = _prompt_bytes(sources, wanted, options)
+        stack.enter_context(engine.loading(nbytes, num_rows))
         verifier = Verifier(mode, job.reference, num_rows, finders, engine.by_tokenizer)
         # A template that prints the date must print the same one for all rows.
         clock = stack.enter_context(job.reference.clock_stopped())
@@ -265,7 +264,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         stack.callback(kept.discard)
         about = fingerprint(sources, job.reference, options)
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
-        for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
+        threads = stack if engine.name == "cuda" or has_work_for_threads(num_rows, nbytes) else None
+        for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, threads):
             job.check()
             batch = replace(batch, sizes=on_host(job.kind.sizes(batch.tokens.ids)))
             useless = job.kind.useless(batch.sizes, batch.tokens.ids, options)
@@ -278,7 +278,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
                 bar.update(len(keep))
         check_unchanged(sources)
         kept.complete(trusted=not verifier.check.mismatches)
-        _describe(report, engine, kept.cache, verifier)
+        _describe(report, engine, kept.cache, verifier, overlap=threads is not None or len(sources) > 1)
         if reason := volatile_reason(job.reference.template_text, clock):
             report.notes.append(f"prompts differ from run to run: {reason}")
         if job.ranks is not None:
@@ -316,9 +316,13 @@ def _encoded(
     kept: InMemory | OnDisk,
     verifier: Verifier,
     seconds: dict[str, float],
-    stack: ExitStack,
+    stack: ExitStack | None,
 ) -> Iterator[Encoded]:
-    """The batches with tokens: read, rendered, encoded and verified, each in threads of their own."""
+    """The batches with tokens: read, rendered, encoded and verified.
+
+    Args:
+        stack: ends the threads in which that is done, while other batches are; None to do it all in this thread.
+    """
     remedies: dict[str, str] = {}
 
     def render(batch: Batch) -> Rendered:
@@ -361,8 +365,6 @@ def _encoded(
                 invalid |= {low + row: why for row, why in found.items()}
         return replace(batch, parts=tuple(parts), compared=compared, invalid=invalid)
 
-    threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
-    # On a device each stage has one thread, with its stream.
     on_host = engine.name != "cuda"
     given = read(job.sources, kept.open, wanted, seconds, several=on_host)
     if on_host:
@@ -370,12 +372,10 @@ def _encoded(
         given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
     elif nbytes := engine.part_bytes:
         given = joined_batches(given, nbytes)
-    given = ahead(given, threads["read"])
-    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, given, seconds, stack)
-    return ahead(map(compare, batches), threads["verify"])
+    return passed_on(given, {"render": render, "encode": encode}, compare, seconds, stack, on_device=not on_host)
 
 
-def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
+def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier, overlap: bool) -> None:
     """Records in the report what did the work."""
     report.check = verifier.check
     report.count(engine.counts)
@@ -384,7 +384,7 @@ def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verif
     report.cache, report.into_cache = str(cache.directory), cache.written
     report.from_cache = [name for name in report.files if name in cache.found]
     report.seconds |= {name: value for name, value in cache.seconds.items() if value}
-    report.overlapping = list(report.seconds)
+    report.overlapping = list(report.seconds) if overlap else []
     if cache.missed:
         report.engine = engine.describe(compiled=report.rows_compiled > 0 or not report.by_reference)
         report.notes = [*engine.notes, *cache.notes, *report.notes]

@@ -5,6 +5,7 @@
     ahead         runs a generator in a thread of its own, one batch ahead of its consumer
     one_by_one    stages with a thread each, one batch after the other: on a device
     side_by_side  several batches at once, each in a thread that takes it through all stages: on the host
+    in_turn       all stages in the calling thread: small data on the host
 
 So while one batch is compared with the tokenizer, others are rendered and encoded, and the next one is read.
 """
@@ -44,6 +45,9 @@ MOST_BYTES = _thread_count() << 26
 
 _PIECE_ROWS = 2048
 """Rows that are not shared out among threads: a batch has fixed costs."""
+
+_PIECE_BYTES = 1 << 22
+"""Bytes of prompts of so many rows that are one batch."""
 
 _READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
 
@@ -116,6 +120,19 @@ def _batches(
             return
 
 
+def has_work_for_threads(rows: int, nbytes: int | None) -> bool:
+    """Whether a load on the host gains by threads, which it does not where its rows are about one batch.
+
+    Nothing is done at the same time then, and a thread costs milliseconds at its first memory: Arrow's pool gives each
+    thread pages of its own, of two megabytes where the kernel allows it, and the kernel clears them.
+
+    Args:
+        rows: how many will be loaded.
+        nbytes: about how many bytes of prompts; None for many.
+    """
+    return rows > _PIECE_ROWS or nbytes is None or nbytes > _PIECE_BYTES
+
+
 def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch | Encoded]:
     """The same rows in smaller batches where there are so few that some threads of `side_by_side` would get none.
 
@@ -144,6 +161,30 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def passed_on(
+    batches: Iterator[Any],
+    stages: Mapping[str, Stage],
+    last: Callable[[Encoded], Encoded],
+    seconds: dict[str, float],
+    stack: ExitStack | None,
+    on_device: bool,
+) -> Iterator[Encoded]:
+    """Passes batches through stages, in order.
+
+    Args:
+        stages: name → what it does.
+        last: is done with one batch after the other.
+        seconds: the time spent is added under the stage's name.
+        stack: ends the threads; None if all is done in the calling thread.
+        on_device: each stage has one thread, with its stream.
+    """
+    if stack is None:
+        return map(last, in_turn(stages, batches, seconds))
+    reading, verifying = (stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify"))
+    made = (one_by_one if on_device else side_by_side)(stages, ahead(batches, reading), seconds, stack)
+    return ahead(map(last, made), verifying)
 
 
 def _timed(name: str, work: Stage, seconds: dict[str, float]) -> Stage:
@@ -181,6 +222,18 @@ def one_by_one(
     for name, work in stages.items():
         thread = stack.enter_context(ThreadPoolExecutor(1, name))
         batches = ahead(map(_timed(name, work, seconds), batches), thread)
+    return batches
+
+
+def in_turn(stages: Mapping[str, Stage], batches: Iterator[Any], seconds: dict[str, float]) -> Iterator[Any]:
+    """Passes each batch through all stages before the next one is read.
+
+    Args:
+        stages: name → what it does.
+        seconds: the time spent is added under the stage's name.
+    """
+    for name, work in stages.items():
+        batches = map(_timed(name, work, seconds), batches)
     return batches
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from gpuload.core.errors import OptionError
 from gpuload.core.keywords import ReadChatsKeywords, ReadPairsKeywords, ReadPromptsKeywords, takes
-from gpuload.core.options import Options
+from gpuload.core.options import Options, tokenizer_of
 from gpuload.dataset.report import Report
 from gpuload.integrations.ray.cluster import Scale, Workers, import_ray, workers_for
 from gpuload.integrations.ray.parts import FilePart, all_parts, open_files
@@ -173,14 +173,14 @@ def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str,
     started = time.perf_counter()
     import_ray()
     scale, given = Scale.parse(given)
-    by_name = given.pop("tokenizer", None)
+    tokenizer = tokenizer_of(tokenizer, given)
     parsed, options = kind.parse(given)
     opened = open_files(files, options)
     sources = [file.source for file in opened]
     filled = [source for source in sources if source.num_rows]
     of_turns = isinstance(parsed, PromptKind) and parsed.turns == "served"
     whole = PromptKind() if of_turns else parsed
-    job = open_job(whole, filled, by_name if tokenizer is None else tokenizer, options, started)
+    job = open_job(whole, filled, tokenizer, options, started)
     if of_turns:  # workers make the prompts of turns
         for source in job.sources:
             check_conversations(source, options.prompt_key)

@@ -160,6 +160,8 @@ class ChatDataset(Rows):
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
         check_flags(padded=padded, group_by_length=group_by_length)
+        if packing is None and pack_length is not None:
+            raise OptionError("pack_length is for packs: pass packing too")
         if packing is None and max_tokens is None and not group_by_length and padded:
             if batch_size is None:
                 raise OptionError("loader: pass batch_size, or max_tokens")

@@ -69,6 +69,8 @@ class ImageRows(Rows):
       Rows have it as `multi_modal_inputs`, a dict. A loader makes that of the next batches in threads.
     """
 
+    _truncates = False  # what belongs to an image would be cut
+
     def __init__(
         self, loaded: Loaded, layout: BatchLayout, facts: ImageFacts, images: ImageOptions, pixels: Pixels | None
     ):
