@@ -255,8 +255,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     looks = job.ranks is None or not job.ranks.rank
     finders = job.kind.finders(mode, job.reference, num_rows) if looks else ()
     with ExitStack() as stack:
-        nbytes = _prompt_bytes(sources, wanted, options)
-        stack.enter_context(engine.loading(nbytes, num_rows))
+        nbytes = row_bytes(sources, wanted)
+        stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options, nbytes), num_rows))
         verifier = Verifier(mode, job.reference, num_rows, finders, engine.by_tokenizer)
         # A template that prints the date must print the same one for all rows.
         clock = stack.enter_context(job.reference.clock_stopped())
@@ -303,9 +303,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     )
 
 
-def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options) -> int:
+def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options, whole: int) -> int:
     """About how many bytes of prompts are read; those of all columns if there are many, to look at fewer footers."""
-    whole = row_bytes(sources, wanted)
     return whole if whole > _MANY_BYTES else row_bytes(sources, wanted, (options.prompt_key,))
 
 

@@ -46,8 +46,8 @@ MOST_BYTES = _thread_count() << 26
 _PIECE_ROWS = 2048
 """Rows that are not shared out among threads: a batch has fixed costs."""
 
-_PIECE_BYTES = 1 << 22
-"""Bytes of prompts of so many rows that are one batch."""
+_PIECE_BYTES = 1 << 24
+"""Bytes of all columns of so many rows that are one batch, also of images."""
 
 _READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
 
@@ -120,7 +120,7 @@ def _batches(
             return
 
 
-def has_work_for_threads(rows: int, nbytes: int | None) -> bool:
+def has_work_for_threads(rows: int, nbytes: int) -> bool:
     """Whether a load on the host gains by threads, which it does not where its rows are about one batch.
 
     Nothing is done at the same time then, and a thread costs milliseconds at its first memory: Arrow's pool gives each
@@ -128,9 +128,9 @@ def has_work_for_threads(rows: int, nbytes: int | None) -> bool:
 
     Args:
         rows: how many will be loaded.
-        nbytes: about how many bytes of prompts; None for many.
+        nbytes: about how many bytes all their columns have.
     """
-    return rows > _PIECE_ROWS or nbytes is None or nbytes > _PIECE_BYTES
+    return rows > _PIECE_ROWS or nbytes > _PIECE_BYTES
 
 
 def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch | Encoded]:
